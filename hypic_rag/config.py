@@ -1,0 +1,119 @@
+"""Frozen settings: values that are passed on, never ambient state."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from hypic_rag.errors import ConfigError
+
+__all__ = ["Mode", "Sampling", "Seam"]
+
+
+@dataclass(frozen=True, order=True)
+class Seam:
+    """How many tokens at either end of a segment are recomputed in the true context.
+
+    The first ``head`` and the last ``tail`` tokens of a segment are no part of its cached operators
+    and cached keys and values (HYPIC, "seam window"). A segment of at most ``head + tail`` tokens
+    has no interior and is always recomputed.
+
+    Raises:
+        ConfigError: a width is negative or no integer.
+    """
+
+    head: int = 4
+    tail: int = 0
+
+    def __post_init__(self) -> None:
+        for name, width in (("head", self.head), ("tail", self.tail)):
+            if isinstance(width, bool) or not isinstance(width, int) or width < 0:
+                raise ConfigError(
+                    f"The seam's {name} must be a whole number of tokens >= 0, but is {width!r}."
+                )
+
+    @classmethod
+    def parse(cls, text: str) -> Seam:
+        """Read ``"default"``, ``"none"``, ``"paper"`` (8/8) or ``"HEAD/TAIL"``."""
+        named = {"default": cls(), "none": cls(0, 0), "paper": cls(8, 8)}
+        if text in named:
+            return named[text]
+        head, slash, tail = text.partition("/")
+        if not slash or not head.isdecimal() or not tail.isdecimal():
+            raise ConfigError(
+                f"A seam is 'default', 'none', 'paper' or 'HEAD/TAIL' such as '4/0', not {text!r}."
+            )
+        return cls(int(head), int(tail))
+
+    def interior(self, length: int) -> tuple[int, int]:
+        """Start and end of the cached interior of a segment of ``length`` tokens.
+
+        The two are equal when the segment is too short to have one.
+        """
+        end = length - self.tail
+        return (self.head, end) if end > self.head else (0, 0)
+
+    def __str__(self) -> str:
+        return f"{self.head}/{self.tail}"
+
+
+class Mode(enum.StrEnum):
+    """How the states of segments are put together; the ablation of the HYPIC paper, by name.
+
+    ``FULL`` recomputes everything with the library's own forward. ``ADDITION`` adds the end states
+    and ignores the transitions. ``TRANSITION`` applies ``h <- T h + e``. ``TRANSITION_ROPE`` also
+    moves cached keys to their true positions. ``SEAM`` also recomputes the seams.
+
+    The three modes in the middle have no seams: they use states of whole segments.
+    """
+
+    FULL = "full"
+    ADDITION = "addition"
+    TRANSITION = "transition"
+    TRANSITION_ROPE = "transition_rope"
+    SEAM = "seam"
+
+    @classmethod
+    def parse(cls, text: str) -> Mode:
+        """The mode called ``text``; raises :class:`ConfigError` for an unknown name."""
+        try:
+            return cls(text)
+        except ValueError:
+            names = ", ".join(cls)
+            raise ConfigError(f"Unknown mode {text!r}: expected one of {names}.") from None
+
+    @property
+    def applies_transition(self) -> bool:
+        """Whether ``T`` is applied to what precedes a segment."""
+        return self is not Mode.ADDITION
+
+    @property
+    def moves_keys(self) -> bool:
+        """Whether cached keys are rotated to their true positions."""
+        return self in (Mode.TRANSITION_ROPE, Mode.SEAM)
+
+    def seam(self, seam: Seam) -> Seam:
+        """The seam that states need in this mode: the given one, or none."""
+        return seam if self is Mode.SEAM else Seam(0, 0)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next tokens are chosen.
+
+    ``temperature`` 0 is greedy. ``top_p`` keeps the smallest set of tokens whose probability
+    reaches it. ``seed`` makes sampling repeatable.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ConfigError(f"max_tokens must be at least 1, but is {self.max_tokens}.")
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ConfigError(f"temperature must be a number >= 0, but is {self.temperature}.")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"top_p must lie in (0, 1], but is {self.top_p}.")
