@@ -1,0 +1,1 @@
+"""The engine: encoding segments, assembling requests, decoding."""

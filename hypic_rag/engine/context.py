@@ -1,0 +1,106 @@
+"""Finished caches: what the library's own cache holds behind a prompt."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Context", "attention_kv", "forward", "linear_state", "new_cache", "set_linear_state"]
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """A prompt that has been prefilled.
+
+    Attributes:
+        token_ids: the whole prompt.
+        cache: the library's cache behind it (a ``DynamicCache`` of batch 1), keys rotated to their
+            true positions. Contexts are shared between requests: clone before decoding
+            (:meth:`clone`).
+        logits: of the next token, ``[vocab]``.
+    """
+
+    token_ids: tuple[int, ...]
+    cache: Any
+    logits: Tensor
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.token_ids)
+
+    def clone(self) -> Context:
+        """A copy whose cache may be decoded from without changing this one."""
+        return Context(self.token_ids, copy.deepcopy(self.cache), self.logits)
+
+
+def new_cache(config: Any) -> Any:
+    """An empty cache of the library for a text configuration."""
+    from transformers import DynamicCache
+
+    return DynamicCache(config=config)
+
+
+def linear_state(cache: Any, layer: int) -> tuple[Tensor, Tensor]:
+    """Convolution inputs ``[C, k]`` and recurrent state ``[H, K, V]`` of a linear layer."""
+    held = cache.layers[layer]
+    return held.conv_states[0][0], held.recurrent_states[0][0]
+
+
+def attention_kv(cache: Any, layer: int) -> tuple[Tensor, Tensor]:
+    """Rotated keys and values ``[Hkv, n, D]`` of a full-attention layer."""
+    held = cache.layers[layer]
+    return held.keys[0], held.values[0]
+
+
+def set_linear_state(cache: Any, layer: int, conv: Tensor, recurrent: Tensor) -> None:
+    """Put ``conv [C, k]`` and ``recurrent [H, K, V]`` into a linear layer of ``cache``.
+
+    The layer is marked as filled: without that the library ignores what it holds.
+    """
+    held = cache.layers[layer]
+    held.conv_states[0] = conv.unsqueeze(0)
+    held.recurrent_states[0] = recurrent.unsqueeze(0)
+    held.is_conv_states_initialized[0] = True
+    held.is_recurrent_states_initialized[0] = True
+    held.has_previous_state[0] = True
+    held.dtype, held.device = conv.dtype, conv.device
+    if hasattr(held, "conv_kernel_size"):
+        held.conv_kernel_size[0] = conv.shape[-1]
+
+
+def forward(
+    model: Any,
+    token_ids: Sequence[int] | Tensor,
+    start: int,
+    cache: Any,
+    *,
+    all_logits: bool = False,
+) -> Tensor:
+    """The library's own forward of ``token_ids`` at positions from ``start`` on ``cache``.
+
+    Returns logits ``[n, vocab]`` of all tokens, or ``[1, vocab]`` of the last one. The cache grows
+    in place.
+    """
+    device = model.get_input_embeddings().weight.device
+    ids = torch.as_tensor(token_ids, dtype=torch.long, device=device).view(1, -1)
+    positions = torch.arange(start, start + ids.shape[1], device=device).unsqueeze(0)
+    # The argument was called past_key_values before transformers called it cache.
+    names = inspect.signature(model.forward).parameters
+    argument = "cache" if "cache" in names else "past_key_values"
+    with torch.inference_mode():
+        output = model(
+            input_ids=ids,
+            position_ids=positions,
+            use_cache=True,
+            logits_to_keep=0 if all_logits else 1,
+            **{argument: cache},
+        )
+    logits: Tensor = output.logits[0]
+    return logits

@@ -1,0 +1,78 @@
+"""Encoding: the states of segments, many segments of any lengths in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypic_rag.config import Seam
+from hypic_rag.engine.context import Context
+from hypic_rag.engine.layout import build_layout
+from hypic_rag.engine.packed import run_packed
+from hypic_rag.engine.plan import RequestPlan, plan_encoding
+from hypic_rag.families.model import HybridModel
+from hypic_rag.segments import Segment
+from hypic_rag.states import SegmentState
+
+__all__ = ["encode_segments"]
+
+
+def encode_segments(
+    model: HybridModel,
+    segments: Sequence[Segment],
+    seam: Seam,
+    conditioning: Context | None = None,
+    *,
+    batch_tokens: int = 4096,
+) -> list[SegmentState | None]:
+    """States of ``segments``, each encoded by itself behind ``conditioning``.
+
+    ``T`` and ``e`` start from identity and zero at the interior; the conditioning prefix only
+    shapes the hidden states they're made of. Segments are packed, so none is padded by another and
+    a result doesn't depend on its batch.
+
+    Args:
+        model: the model.
+        segments: what to encode.
+        seam: widths that the states leave out.
+        conditioning: a finished prefix, or None to encode in isolation (the paper's way).
+        batch_tokens: tokens of one pass; a longer segment gets a pass of its own.
+
+    Returns:
+        One state per segment; None for a segment that is too short to have an interior.
+    """
+    base = conditioning.length if conditioning else 0
+    plans = [plan_encoding(base, segment, seam) for segment in segments]
+    order = sorted(
+        (index for index, plan in enumerate(plans) if plan is not None),
+        key=lambda index: len(segments[index]),
+    )
+    states: list[SegmentState | None] = [None] * len(segments)
+    batch: list[int] = []
+    size = 0
+    for index in order:
+        length = len(segments[index])
+        if batch and size + length > batch_tokens:
+            _encode_batch(model, batch, segments, plans, seam, conditioning, states)
+            batch, size = [], 0
+        batch.append(index)
+        size += length
+    if batch:
+        _encode_batch(model, batch, segments, plans, seam, conditioning, states)
+    return states
+
+
+def _encode_batch(
+    model: HybridModel,
+    batch: Sequence[int],
+    segments: Sequence[Segment],
+    plans: Sequence[RequestPlan | None],
+    seam: Seam,
+    conditioning: Context | None,
+    states: list[SegmentState | None],
+) -> None:
+    chosen = [plan for index in batch if (plan := plans[index]) is not None]
+    layout = build_layout(chosen, model.kernel, model.device)
+    result = run_packed(model, layout, [conditioning] * len(chosen), [])
+    offset = conditioning.length if conditioning else 0
+    for index, layers in zip(batch, result.captured, strict=True):
+        states[index] = SegmentState(len(segments[index]), seam, offset, layers)

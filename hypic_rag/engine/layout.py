@@ -1,0 +1,343 @@
+"""Index tensors of a packed pass, built once per batch of plans and shared by all layers.
+
+The computed tokens of all rows of all requests lie behind one another in one packed sequence of
+``N`` tokens. This module says, for that sequence, which history each row's convolution sees, how
+rows are cut into chunks, in which order chunks and cached interiors act on each request's state,
+and where keys and values go.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hypic_rag.engine.plan import Computed, RequestPlan
+from hypic_rag.ops.gated_delta_rule import CHUNK
+
+__all__ = [
+    "BeginCapture",
+    "Bucket",
+    "Capture",
+    "ChunkStep",
+    "EndCapture",
+    "Interior",
+    "Layout",
+    "QueryBlock",
+    "ReuseStep",
+    "Write",
+    "build_layout",
+]
+
+QUERY_BLOCK = 256
+"""Queries that attend at once; bounds the rows of an attention mask."""
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Chunks of one padded length: packed indices ``[R, L]`` and which of them are tokens.
+
+    ``valid`` is None where no chunk is padded.
+    """
+
+    tokens: Tensor
+    valid: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkStep:
+    """Chunks ``rows`` of a bucket act on ``requests``, one each (None: all, in order)."""
+
+    bucket: int
+    rows: slice
+    requests: Tensor | None
+
+
+@dataclass(frozen=True)
+class ReuseStep:
+    """The cached interior ``reuse`` acts on one request."""
+
+    request: int
+    reuse: int
+
+
+@dataclass(frozen=True)
+class BeginCapture:
+    """From here on the operators of ``request`` are followed."""
+
+    request: int
+
+
+@dataclass(frozen=True)
+class EndCapture:
+    """The operators of ``request`` since :class:`BeginCapture` are kept."""
+
+    request: int
+
+
+Step = ChunkStep | ReuseStep | BeginCapture | EndCapture
+
+
+@dataclass(frozen=True)
+class Interior:
+    """A cached interior: segment ``segment`` of ``request`` at positions from ``start``."""
+
+    request: int
+    segment: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Packed tokens ``start`` to ``end`` of ``request`` whose state is kept."""
+
+    request: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Write:
+    """Packed tokens ``start`` to ``end`` go to positions from ``position``."""
+
+    start: int
+    end: int
+    position: int
+
+
+@dataclass(frozen=True)
+class QueryBlock:
+    """Packed tokens ``start`` to ``end`` that attend at once; none sees past ``seen`` keys."""
+
+    start: int
+    end: int
+    seen: int
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Everything that a packed pass has to know beside the weights and the states.
+
+    Attributes:
+        plans: the requests.
+        token_ids: packed tokens ``[N]``.
+        positions: their true positions ``[N]``.
+        history: rows of the convolution's source that stand in its extended input ``[M]``; the
+            source is one row of zeros, ``kernel - 1`` rows per request's base, the tails of the
+            cached interiors, the packed tokens.
+        conv_out: where in the convolution's output each packed token is ``[N]``.
+        conv_end: rows of the source that are each request's last inputs ``[B, kernel]``.
+        buckets: chunks by padded length.
+        scatter: where in the buckets' flattened outputs each packed token is ``[N]``.
+        steps: what acts on the recurrent states, in order.
+        interiors: the cached interiors, in the order of ``ReuseStep.reuse``.
+        captures: what is kept, at most one per request.
+        writes: per request where its packed tokens go.
+        queries: per request which of its packed tokens attend together.
+        last: packed index of each request's last token ``[B]``.
+    """
+
+    plans: tuple[RequestPlan, ...]
+    token_ids: Tensor
+    positions: Tensor
+    history: Tensor
+    conv_out: Tensor
+    conv_end: Tensor
+    buckets: tuple[Bucket, ...]
+    scatter: Tensor
+    steps: tuple[Step, ...]
+    interiors: tuple[Interior, ...]
+    captures: tuple[Capture, ...]
+    writes: tuple[tuple[Write, ...], ...]
+    queries: tuple[tuple[QueryBlock, ...], ...]
+    last: Tensor
+
+
+def build_layout(
+    plans: Sequence[RequestPlan], kernel: int, device: torch.device, chunk: int = CHUNK
+) -> Layout:
+    """Lay out ``plans`` for a model whose convolutions look at ``kernel`` tokens."""
+    return _Builder(plans, kernel, chunk).build(device)
+
+
+@dataclass
+class _ChunkOp:
+    start: int
+    length: int
+
+
+@dataclass
+class _Builder:
+    plans: Sequence[RequestPlan]
+    kernel: int
+    chunk: int
+    token_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    interiors: list[Interior] = field(default_factory=list)
+    captures: list[Capture] = field(default_factory=list)
+    operations: list[list[_ChunkOp | Step]] = field(default_factory=list)
+    writes: list[list[Write]] = field(default_factory=list)
+
+    def build(self, device: torch.device) -> Layout:
+        for request, plan in enumerate(self.plans):
+            self._add(request, plan)
+        history, conv_out, conv_end = self._convolution()
+        buckets, scatter, steps = self._chain(device)
+
+        def index(values: object) -> Tensor:
+            return torch.tensor(values, dtype=torch.long, device=device)
+
+        return Layout(
+            plans=tuple(self.plans),
+            token_ids=index(self.token_ids),
+            positions=index(self.positions),
+            history=index(history),
+            conv_out=index(conv_out),
+            conv_end=index(conv_end),
+            buckets=buckets,
+            scatter=scatter,
+            steps=steps,
+            interiors=tuple(self.interiors),
+            captures=tuple(self.captures),
+            writes=tuple(tuple(writes) for writes in self.writes),
+            queries=tuple(self._query_blocks(writes) for writes in self.writes),
+            last=index([writes[-1].end - 1 for writes in self.writes]),
+        )
+
+    def _add(self, request: int, plan: RequestPlan) -> None:
+        """Pack one request's computed tokens and list what acts on its state."""
+        operations: list[_ChunkOp | Step] = []
+        writes: list[Write] = []
+        pending = 0  # computed tokens that no operation covers yet
+
+        def flush() -> None:
+            nonlocal pending
+            end = len(self.token_ids)
+            for start in range(end - pending, end, self.chunk):
+                operations.append(_ChunkOp(start, min(self.chunk, end - start)))
+            pending = 0
+
+        for piece in plan.pieces:
+            if not isinstance(piece, Computed):
+                flush()
+                operations.append(ReuseStep(request, len(self.interiors)))
+                self.interiors.append(Interior(request, piece.segment, piece.start, piece.length))
+                continue
+            start = len(self.token_ids)
+            if piece.capture:
+                flush()
+                operations.append(BeginCapture(request))
+            self.token_ids.extend(piece.token_ids)
+            self.positions.extend(range(piece.start, piece.start + piece.length))
+            pending += piece.length
+            if piece.capture:
+                flush()
+                operations.append(EndCapture(request))
+                self.captures.append(Capture(request, start, start + piece.length))
+            if writes and writes[-1].position + writes[-1].end - writes[-1].start == piece.start:
+                writes[-1] = Write(writes[-1].start, len(self.token_ids), writes[-1].position)
+            else:
+                writes.append(Write(start, len(self.token_ids), piece.start))
+        flush()
+        self.operations.append(operations)
+        self.writes.append(writes)
+
+    def _query_blocks(self, writes: list[Write]) -> tuple[QueryBlock, ...]:
+        first, last = writes[0].start, writes[-1].end
+        ends = [min(start + QUERY_BLOCK, last) for start in range(first, last, QUERY_BLOCK)]
+        starts = [first, *ends[:-1]]
+        return tuple(
+            QueryBlock(start, end, self.positions[end - 1] + 1)
+            for start, end in zip(starts, ends, strict=True)
+        )
+
+    def _convolution(self) -> tuple[list[int], list[int], list[list[int]]]:
+        """Source rows of the extended input, places of the outputs, and the final inputs."""
+        past = self.kernel - 1
+        tails: list[range] = []
+        offset = 1 + past * len(self.plans)
+        for interior in self.interiors:
+            tails.append(range(offset, offset + min(past, interior.length)))
+            offset += len(tails[-1])
+        history: list[int] = []
+        conv_out = [0] * len(self.token_ids)
+        conv_end: list[list[int]] = []
+        for request, plan in enumerate(self.plans):
+            base = 1 + past * request
+            seen = [0] * self.kernel + list(range(base, base + past))
+            writes = iter(self.writes[request])
+            reused = iter(
+                tails[i] for i, interior in enumerate(self.interiors) if interior.request == request
+            )
+            in_run = False
+            for piece in plan.pieces:
+                if not isinstance(piece, Computed):
+                    seen = (seen + list(next(reused)))[-self.kernel :]
+                    in_run = False
+                elif not in_run:
+                    write = next(writes)
+                    history.extend(seen[len(seen) - past :])
+                    for token in range(write.start, write.end):
+                        # Output m of the convolution sees extended inputs m to m + past.
+                        conv_out[token] = len(history) - past
+                        history.append(offset + token)
+                    rows = range(offset + write.start, offset + write.end)
+                    seen = (seen + list(rows))[-self.kernel :]
+                    in_run = True
+            conv_end.append(seen[-self.kernel :])
+        return history, conv_out, conv_end
+
+    def _chain(self, device: torch.device) -> tuple[tuple[Bucket, ...], Tensor, tuple[Step, ...]]:
+        """Walk all requests in lockstep, so that chunks of one size act together."""
+        rows: dict[int, list[_ChunkOp]] = defaultdict(list)
+        planned: list[tuple[int, slice, list[int]] | Step] = []
+        for level in range(max(len(operations) for operations in self.operations)):
+            together: dict[int, list[tuple[int, _ChunkOp]]] = defaultdict(list)
+            for request, operations in enumerate(self.operations):
+                if level >= len(operations):
+                    continue
+                operation = operations[level]
+                if isinstance(operation, _ChunkOp):
+                    padded = max(4, 1 << (operation.length - 1).bit_length())
+                    together[padded].append((request, operation))
+                else:
+                    planned.append(operation)
+            for padded, members in together.items():
+                first = len(rows[padded])
+                rows[padded].extend(operation for _, operation in members)
+                where = slice(first, len(rows[padded]))
+                planned.append((padded, where, [request for request, _ in members]))
+        sizes = sorted(rows)
+        everyone = list(range(len(self.plans)))
+        steps: list[Step] = []
+        for item in planned:
+            if not isinstance(item, tuple):
+                steps.append(item)
+                continue
+            padded, where, requests = item
+            chosen = None if requests == everyone else torch.tensor(requests, device=device)
+            steps.append(ChunkStep(sizes.index(padded), where, chosen))
+        buckets, scatter = self._buckets(rows, sizes, device)
+        return buckets, scatter, tuple(steps)
+
+    def _buckets(
+        self, rows: dict[int, list[_ChunkOp]], sizes: list[int], device: torch.device
+    ) -> tuple[tuple[Bucket, ...], Tensor]:
+        buckets = []
+        scatter = torch.empty(len(self.token_ids), dtype=torch.long)
+        flat = 0
+        for size in sizes:
+            start = torch.tensor([operation.start for operation in rows[size]])
+            length = torch.tensor([operation.length for operation in rows[size]])
+            place = torch.arange(size).expand(len(rows[size]), -1)
+            valid = place < length[:, None]
+            tokens = torch.where(valid, start[:, None] + place, start[:, None])
+            scatter[tokens[valid]] = flat + valid.flatten().nonzero().squeeze(-1)
+            flat += valid.numel()
+            mask = None if bool(valid.all()) else valid.to(device)
+            buckets.append(Bucket(tokens.to(device), mask))
+        return tuple(buckets), scatter.to(device)

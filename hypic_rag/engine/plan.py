@@ -1,0 +1,177 @@
+"""The plan of a request: which tokens run, which states stand in for the others, and where.
+
+Planning is pure: token ids in, frozen dataclasses out, no tensors. Print a plan to see a request
+as one table.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from hypic_rag.config import Seam
+from hypic_rag.errors import ConfigError
+from hypic_rag.segments import Segment
+
+__all__ = ["Computed", "Part", "Piece", "RequestPlan", "Reused", "plan_encoding", "plan_request"]
+
+
+class Part(enum.StrEnum):
+    """What a piece of a prompt is."""
+
+    PREFIX = "prefix"
+    HEAD = "head"
+    INTERIOR = "interior"
+    TAIL = "tail"
+    SEGMENT = "segment"
+    QUESTION = "question"
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Tokens that run through the model at positions ``start, start + 1, …``.
+
+    With ``capture`` their operators, keys and values are kept.
+    """
+
+    part: Part
+    start: int
+    token_ids: tuple[int, ...] = field(repr=False)
+    segment: int | None = None
+    capture: bool = False
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Reused:
+    """Tokens at ``start, start + 1, …`` whose cached interior stands in for them."""
+
+    start: int
+    length: int
+    segment: int
+    part: Part = Part.INTERIOR
+
+
+Piece = Computed | Reused
+
+
+@dataclass(frozen=True)
+class RequestPlan:
+    """One request: ``base`` tokens that a finished cache holds, then the pieces in order."""
+
+    base: int
+    pieces: tuple[Piece, ...]
+
+    def __post_init__(self) -> None:
+        position = self.base
+        for piece in self.pieces:
+            if piece.start != position or piece.length < 1:
+                raise ConfigError(
+                    f"A plan's pieces must follow one another without gaps: expected one that "
+                    f"starts at {position}, got {piece.part} at {piece.start} "
+                    f"with {piece.length} tokens."
+                )
+            position += piece.length
+        if not self.pieces or not isinstance(self.pieces[-1], Computed):
+            raise ConfigError("A plan must end with computed tokens: the question can't be empty.")
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole prompt, base included."""
+        return self.pieces[-1].start + self.pieces[-1].length
+
+    @property
+    def computed(self) -> int:
+        """Tokens that run through the model."""
+        return sum(piece.length for piece in self.pieces if isinstance(piece, Computed))
+
+    @property
+    def reused(self) -> int:
+        """Tokens that don't: the base and the cached interiors."""
+        return self.length - self.computed
+
+    def runs(self) -> Iterator[list[Computed]]:
+        """Computed pieces that follow one another directly, together."""
+        run: list[Computed] = []
+        for piece in self.pieces:
+            if isinstance(piece, Computed):
+                run.append(piece)
+            elif run:
+                yield run
+                run = []
+        if run:
+            yield run
+
+    def __str__(self) -> str:
+        lines = [f"{'part':<10}{'segment':>8}{'start':>8}{'tokens':>8}  how"]
+        if self.base:
+            lines.append(f"{'base':<10}{'':>8}{0:>8}{self.base:>8}  ready cache")
+        for piece in self.pieces:
+            how = "computed" if isinstance(piece, Computed) else "cached state"
+            segment = "" if piece.segment is None else piece.segment
+            lines.append(f"{piece.part:<10}{segment:>8}{piece.start:>8}{piece.length:>8}  {how}")
+        lines.append(f"{self.length} tokens: {self.reused} reused, {self.computed} computed")
+        return "\n".join(lines)
+
+
+def plan_request(
+    base: int,
+    segments: Sequence[Segment],
+    seams: Sequence[Seam | None],
+    question: Sequence[int],
+    lead: Sequence[int] = (),
+) -> RequestPlan:
+    """Plan a prompt ``[base][lead][segment 1]…[segment n][question]``.
+
+    Args:
+        base: tokens of the finished cache in front (resident system prompt or session).
+        lead: token ids between the base and the segments, such as the end of the last answer.
+        segments: in prompt order.
+        seams: per segment the seam of its cached state, or None if it has none (a miss is
+            computed whole).
+        question: token ids behind the segments; at least one.
+
+    Raises:
+        ConfigError: the question is empty, or the two sequences differ in length.
+    """
+    if len(segments) != len(seams):
+        raise ConfigError(f"Got {len(segments)} segments but {len(seams)} seams.")
+    pieces: list[Piece] = [Computed(Part.PREFIX, base, tuple(lead))] if lead else []
+    position = base + len(lead)
+    for index, (segment, seam) in enumerate(zip(segments, seams, strict=True)):
+        start, end = seam.interior(len(segment)) if seam else (0, 0)
+        if start == end:
+            pieces.append(Computed(Part.SEGMENT, position, segment.token_ids, index))
+        else:
+            if start:
+                pieces.append(Computed(Part.HEAD, position, segment.token_ids[:start], index))
+            pieces.append(Reused(position + start, end - start, index))
+            if end < len(segment):
+                tail = segment.token_ids[end:]
+                pieces.append(Computed(Part.TAIL, position + end, tail, index))
+        position += len(segment)
+    if question:
+        pieces.append(Computed(Part.QUESTION, position, tuple(question)))
+    return RequestPlan(base, tuple(pieces))
+
+
+def plan_encoding(base: int, segment: Segment, seam: Seam) -> RequestPlan | None:
+    """Plan the pass that captures the state of ``segment`` behind ``base`` tokens.
+
+    Returns None if the segment has no interior, so there's nothing to keep. The tail doesn't run:
+    nothing that is kept depends on it.
+    """
+    start, end = seam.interior(len(segment))
+    if start == end:
+        return None
+    pieces = []
+    if start:
+        pieces.append(Computed(Part.HEAD, base, segment.token_ids[:start], 0))
+    interior = segment.token_ids[start:end]
+    pieces.append(Computed(Part.INTERIOR, base + start, interior, 0, capture=True))
+    return RequestPlan(base, tuple(pieces))
