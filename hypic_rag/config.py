@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from hypic_rag.errors import ConfigError
 
-__all__ = ["Mode", "Sampling", "Seam"]
+__all__ = ["Mode", "Sampling", "Seam", "Settings"]
 
 
 @dataclass(frozen=True, order=True)
@@ -117,3 +121,62 @@ class Sampling:
             raise ConfigError(f"temperature must be a number >= 0, but is {self.temperature}.")
         if not 0.0 < self.top_p <= 1.0:
             raise ConfigError(f"top_p must lie in (0, 1], but is {self.top_p}.")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line takes its defaults from: the keys of a settings file (TOML).
+
+    ``None`` leaves a choice to the store or to the library.
+    """
+
+    model: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    system_prompt: str | None = None
+    conditioning: str = "system prompt"
+    chunk_tokens: int = 512
+    seam: str = "default"
+    tenant: str = ""
+    top_k: int = 5
+    mode: str = "seam"
+    max_tokens: int = 256
+
+    @classmethod
+    def load(cls, path: str | Path | None) -> Settings:
+        """Read a settings file; None gives the defaults.
+
+        Raises:
+            ConfigError: the file can't be read, is no TOML, or has an unknown key or a value of
+                the wrong type.
+        """
+        if path is None:
+            return cls()
+        try:
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(
+                f"The settings file {path} can't be read: {error.strerror}."
+            ) from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"The settings file {path} is no valid TOML: {error}.") from None
+        return cls.from_dict(values, str(path))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], origin: str) -> Settings:
+        """Settings from plain values; ``origin`` names them in errors."""
+        known = {item.name: item for item in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ConfigError(
+                f"{origin} has unknown settings: {', '.join(unknown)}. "
+                f"Known are {', '.join(sorted(known))}."
+            )
+        for name, value in values.items():
+            wanted = int if isinstance(known[name].default, int) else str
+            if not isinstance(value, wanted) or isinstance(value, bool):
+                raise ConfigError(
+                    f"{origin}: {name} must be {'a number' if wanted is int else 'text'}, "
+                    f"but is {value!r}."
+                )
+        return cls(**values)

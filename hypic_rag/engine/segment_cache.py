@@ -78,9 +78,7 @@ class SegmentCache:
             if seam.interior(len(segment)) != (0, 0)
         }
         held = self._store.has_states(list(worth))
-        return [
-            segment for (_, segment), has in zip(worth.items(), held, strict=True) if not has
-        ]
+        return [segment for (_, segment), has in zip(worth.items(), held, strict=True) if not has]
 
     def encode(self, segments: Sequence[Segment], seam: Seam) -> list[SegmentState | None]:
         """Encode ``segments`` and store their states.

@@ -1,0 +1,544 @@
+"""The front door: documents in, answers out."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from hypic_rag.answers import Answer, Source, Timings, TokenCounts
+from hypic_rag.config import Mode, Sampling, Seam
+from hypic_rag.engine.assemble import Request
+from hypic_rag.engine.context import Context
+from hypic_rag.engine.engine import Engine, load_model
+from hypic_rag.engine.prompt import PromptFormat
+from hypic_rag.engine.segment_cache import Fetched, SegmentCache
+from hypic_rag.engine.streaming import stream_text
+from hypic_rag.errors import ConfigError, ContextLengthError, EmptyStoreError
+from hypic_rag.families.model import HybridModel
+from hypic_rag.ingest.embedder import Embedder, MiniLmEmbedder
+from hypic_rag.ingest.fusion import reciprocal_rank_fusion
+from hypic_rag.ingest.pipeline import Ingestor, IngestReport, Progress
+from hypic_rag.segments import Segment
+from hypic_rag.store import Condition, SegmentStore, StoredChunk, StoreSettings
+
+if TYPE_CHECKING:
+    from hypic_rag.chat import ChatSession
+
+__all__ = ["DEFAULT_SYSTEM_PROMPT", "AnswerStream", "KnowledgeBase", "Passage"]
+
+_log = logging.getLogger(__name__)
+
+DEFAULT_SYSTEM_PROMPT = (
+    "You answer questions from the documents. If the answer is not in them, say so."
+)
+_CANDIDATES = 50
+"""Chunks that each ranking contributes to the fused one."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A text to answer from: what the model reads, and where it's from."""
+
+    text: str
+    source: Source | None = None
+
+
+class KnowledgeBase:
+    """A store, the model that its states were made with, and retrieval over it.
+
+    Safe to use from several threads. Open it with :meth:`open`; close it, or use it as a context
+    manager.
+    """
+
+    def __init__(
+        self,
+        store: SegmentStore,
+        model: HybridModel,
+        embedder: Embedder,
+        *,
+        system_prompt: str | None,
+        tenant: str = "",
+    ) -> None:
+        self.store = store
+        self.model = model
+        self.engine = Engine(model)
+        self.embedder = embedder
+        self.tenant = tenant
+        self.prompt = PromptFormat(model)
+        self.system_prompt = system_prompt
+        self._lock = threading.Lock()
+        self._prefixes: dict[str | None, Context] = {}
+        self._cache: SegmentCache | None = None
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        model: HybridModel | str | Path | None = None,
+        *,
+        system_prompt: str | None = None,
+        conditioning: str | None = "system prompt",
+        chunk_tokens: int = 512,
+        seam: Seam | None = None,
+        tenant: str = "",
+        embedder: Embedder | None = None,
+        create: bool = True,
+        read_only: bool = False,
+    ) -> Self:
+        """Open the knowledge base in the folder ``path``, or make one there.
+
+        What a store is made with (``conditioning``, ``chunk_tokens``, ``seam``) is fixed at its
+        creation and only looked at then. The served ``system_prompt`` may change at any time: it
+        invalidates no state.
+
+        Args:
+            path: folder of the store.
+            model: a loaded model, or what :func:`load_model` takes; by default the one that the
+                store was made with, or the small model that ships here.
+            system_prompt: the prompt to serve; by default what segments are conditioned on.
+            conditioning: what segments are encoded behind: ``"system prompt"`` (the served one at
+                creation), any other text, or None to encode them in isolation.
+            chunk_tokens: the most tokens of a chunk, in the model's own tokens.
+            seam: tokens recomputed at a segment's ends; default :class:`Seam`.
+            tenant: whose documents to ask and to ingest.
+            embedder: makes the vectors; by default all-MiniLM-L6-v2.
+            create: make a store if there's none.
+            read_only: never write; what's missing is encoded for the request and forgotten.
+
+        Raises:
+            StoreFormatError, StoreAccessError: as :meth:`SegmentStore.open`.
+            ModelError: as :func:`load_model`.
+            ConfigError: the embedder isn't the one the store was made with.
+        """
+        embedder = embedder or MiniLmEmbedder()
+        folder = Path(path)
+        fresh = create and not read_only and not (folder.is_dir() and any(folder.iterdir()))
+        if fresh:
+            served = DEFAULT_SYSTEM_PROMPT if system_prompt is None else system_prompt
+            loaded = model if isinstance(model, HybridModel) else load_model(model or "small")
+            settings = StoreSettings(
+                dimension=embedder.dimension,
+                conditioning=served if conditioning == "system prompt" else conditioning,
+                chunk_tokens=chunk_tokens,
+                seam=seam or Seam(),
+                model=loaded.name,
+                embedder=embedder.name,
+                embedder_digest=embedder.digest,
+            )
+            _check_chunk_tokens(loaded, settings)
+            store = SegmentStore.create(folder, settings)
+        else:
+            store = SegmentStore.open(folder, read_only)
+        try:
+            settings = store.settings
+            if settings.embedder_digest != embedder.digest:
+                raise ConfigError(
+                    f"The store's vectors were made by {settings.embedder!r}, but "
+                    f"{embedder.name!r} was given: use the same embedder or make a new store."
+                )
+            if not fresh:
+                named = model or settings.model or "small"
+                loaded = named if isinstance(named, HybridModel) else load_model(named)
+            serve = settings.conditioning if system_prompt is None else system_prompt
+            return cls(store, loaded, embedder, system_prompt=serve, tenant=tenant)
+        except BaseException:
+            store.close()
+            raise
+
+    def close(self) -> None:
+        """Close the store; what's pending is written."""
+        self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- ingestion -----------------------------------------------------------------------------
+
+    def ingest(
+        self,
+        *paths: str | Path,
+        prune: bool = False,
+        dry_run: bool = False,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> IngestReport:
+        """Bring the store up to date with files and folders; see :meth:`Ingestor.run`."""
+        ingestor = Ingestor(
+            self.store,
+            self.segment_cache(),
+            self.prompt,
+            self.embedder,
+            self.model.segment_bytes,
+            self.model.tokenizer_digest,
+            self.tenant,
+        )
+        return ingestor.run(paths, prune=prune, dry_run=dry_run, progress=progress)
+
+    # -- states --------------------------------------------------------------------------------
+
+    def prefix(self, system_prompt: str | None) -> tuple[Context, bool]:
+        """The resident context of a system prompt, and whether it had to be prefilled just now."""
+        with self._lock:
+            held = self._prefixes.get(system_prompt)
+            if held is not None:
+                return held, False
+            context = self.engine.prefill(self.prompt.prefix(system_prompt))
+            self._prefixes[system_prompt] = context
+            return context, True
+
+    def segment_cache(self) -> SegmentCache:
+        """The states of this tenant's segments, behind the store's conditioning prefix."""
+        conditioning = self.store.settings.conditioning
+        context = None if conditioning is None else self.prefix(conditioning)[0]
+        with self._lock:
+            if self._cache is None:
+                self._cache = SegmentCache(self.engine, self.store, context, self.tenant)
+            return self._cache
+
+    def warm(self) -> None:
+        """Do now what the first question would otherwise wait for."""
+        self.prefix(self.system_prompt)
+        self.segment_cache()
+        self.embedder.embed_query("warm")
+
+    # -- retrieval -----------------------------------------------------------------------------
+
+    def retrieve(
+        self, question: str, top_k: int = 5, filters: Condition | None = None
+    ) -> list[Source]:
+        """The ``top_k`` best chunks for a question, best first.
+
+        By meaning (vectors) and by words (BM25), fused by rank, since vectors miss names that they
+        have never seen.
+
+        Raises:
+            ConfigError: ``top_k`` is less than 1, or the question is empty.
+            EmptyStoreError: the tenant has no documents.
+        """
+        if top_k < 1:
+            raise ConfigError(f"top_k must be at least 1, but is {top_k}.")
+        if not question.strip():
+            raise ConfigError("The question is empty: ask something.")
+        count = max(_CANDIDATES, top_k)
+        vector = self.embedder.embed_query(question)
+        by_meaning = self.store.search_vectors(vector, count, self.tenant, filters)
+        by_words = self.store.search_text(question, count, self.tenant, filters)
+        if not by_meaning and not by_words and not self.store.documents(self.tenant):
+            raise EmptyStoreError(
+                f"The store {self.store.path} has no documents to answer from: ingest some first."
+            )
+        chunks = {hit.chunk.id: hit.chunk for hit in (*by_words, *by_meaning)}
+        rankings = [[hit.chunk.id for hit in hits] for hits in (by_meaning, by_words)]
+        fused = reciprocal_rank_fusion(rankings, limit=top_k)
+        return [_source(chunks[chunk], score) for chunk, score in fused]
+
+    # -- answering -----------------------------------------------------------------------------
+
+    def ask(
+        self,
+        question: str,
+        *,
+        top_k: int = 5,
+        mode: Mode | str = Mode.SEAM,
+        exact: bool = False,
+        sampling: Sampling | None = None,
+        filters: Condition | None = None,
+    ) -> Answer:
+        """Answer a question from the store.
+
+        Args:
+            question: in plain words.
+            top_k: how many chunks to answer from.
+            mode: how cached states are put together.
+            exact: recompute the whole prompt with the library's own forward (mode ``full``).
+            sampling: how tokens are chosen; greedy by default.
+            filters: which chunks may be used.
+
+        Raises:
+            ConfigError, EmptyStoreError: as :meth:`retrieve`.
+            ContextLengthError: the question alone doesn't fit the model's context.
+        """
+        return self.stream(
+            question, top_k=top_k, mode=mode, exact=exact, sampling=sampling, filters=filters
+        ).finish()
+
+    def stream(
+        self,
+        question: str,
+        *,
+        top_k: int = 5,
+        mode: Mode | str = Mode.SEAM,
+        exact: bool = False,
+        sampling: Sampling | None = None,
+        filters: Condition | None = None,
+    ) -> AnswerStream:
+        """Like :meth:`ask`, piece by piece: iterate over the result for the answer's text."""
+        started = time.perf_counter()
+        sources = self.retrieve(question, top_k, filters)
+        passages = [Passage(source.text, source) for source in sources]
+        return self.stream_from(
+            question, passages, mode=mode, exact=exact, sampling=sampling, started=started
+        )
+
+    def answer_from(
+        self,
+        question: str,
+        passages: Sequence[Passage | str],
+        *,
+        mode: Mode | str = Mode.SEAM,
+        exact: bool = False,
+        sampling: Sampling | None = None,
+    ) -> Answer:
+        """Answer from the passages given, in this order, instead of retrieved ones.
+
+        Passages whose state is stored are reused; others are encoded and stored.
+        """
+        return self.stream_from(
+            question, passages, mode=mode, exact=exact, sampling=sampling
+        ).finish()
+
+    def stream_from(
+        self,
+        question: str,
+        passages: Sequence[Passage | str],
+        *,
+        mode: Mode | str = Mode.SEAM,
+        exact: bool = False,
+        sampling: Sampling | None = None,
+        started: float | None = None,
+        behind: Context | None = None,
+        lead: tuple[int, ...] = (),
+        on_end: Callable[[AnswerStream], None] | None = None,
+    ) -> AnswerStream:
+        """Like :meth:`answer_from`, piece by piece.
+
+        Args:
+            question, passages, mode, exact, sampling: as :meth:`answer_from`.
+            started: when the caller began (``time.perf_counter()``), for the timings.
+            behind: a finished context to continue instead of the resident system prompt.
+            lead: token ids between ``behind`` and the passages.
+            on_end: called when the answer ends, also when the caller stops in the middle.
+        """
+        began = time.perf_counter()
+        clock = _Clock(started=began if started is None else started, retrieved=began)
+        chosen = Mode.FULL if exact else Mode.parse(mode)
+        work = _Work(self, question, _passages(passages), chosen, sampling or Sampling(), on_end)
+        return work.start(clock, behind, lead)
+
+    def chat(
+        self, *, top_k: int = 5, mode: Mode | str = Mode.SEAM, sampling: Sampling | None = None
+    ) -> ChatSession:
+        """A conversation over the store; each turn continues the last one's cache."""
+        from hypic_rag.chat import ChatSession
+
+        return ChatSession(self, top_k=top_k, mode=Mode.parse(mode), sampling=sampling)
+
+    def segment_of(self, passage: Passage) -> Segment:
+        """The segment for a passage, tokenised by this model."""
+        return self.prompt.segment(passage.text)
+
+
+@dataclass
+class _Clock:
+    started: float
+    retrieved: float
+    loaded: float = 0.0
+    prefilled: float = 0.0
+
+
+@dataclass
+class _Work:
+    """One question on its way to an answer."""
+
+    kb: KnowledgeBase
+    question: str
+    passages: list[Passage]
+    mode: Mode
+    sampling: Sampling
+    on_end: Callable[[AnswerStream], None] | None
+    warnings: list[str] = field(default_factory=list)
+
+    def start(self, clock: _Clock, behind: Context | None, lead: tuple[int, ...]) -> AnswerStream:
+        kb = self.kb
+        asked = kb.prompt.question(self.question)
+        base, fresh = (behind, False) if behind else kb.prefix(kb.system_prompt)
+        segments = [kb.segment_of(passage) for passage in self.passages]
+        segments = self._fit(segments, base.length + len(lead) + len(asked))
+        if self.mode is Mode.FULL:
+            clock.loaded = time.perf_counter()
+            nothing = (None,) * len(segments)
+            request = Request(tuple(segments), nothing, asked, base, lead)
+            context = kb.engine.recompute(request)
+            computed = context.length
+        else:
+            seam = self.mode.seam(kb.store.settings.seam)
+            cache = kb.segment_cache()
+            with cache.lease(segments, seam):
+                fetched = cache.fetch(segments, seam)
+                clock.loaded = time.perf_counter()
+                request = Request(tuple(segments), fetched.states, asked, base, lead)
+                assembly = kb.engine.assemble([request], self.mode)[0]
+            context = assembly.context
+            computed = assembly.plan.computed + _interiors(fetched, segments, seam)
+            computed += base.length if fresh else 0
+            self._explain(fetched, segments)
+        clock.prefilled = time.perf_counter()
+        counts = TokenCounts(context.length, context.length - computed, computed, 0)
+        return AnswerStream(self, context, counts, clock)
+
+    def _fit(self, segments: list[Segment], others: int) -> list[Segment]:
+        """Leave out the last passages if the prompt would be too long, and say so."""
+        limit = self.kb.model.context_length
+        if others + 1 > limit:
+            raise ContextLengthError(
+                f"The question and what stands before it have {others} tokens, but the model's "
+                f"context holds {limit}: ask a shorter question."
+            )
+        room = limit - others - min(self.sampling.max_tokens, max(1, limit // 8))
+        kept = 0
+        for segment in segments:
+            if len(segment) > room:
+                break
+            room -= len(segment)
+            kept += 1
+        if kept < len(segments):
+            left = len(segments) - kept
+            self.warnings.append(
+                f"{left} of {len(segments)} passages were left out: the model's context of "
+                f"{limit} tokens can't hold more."
+            )
+            del self.passages[kept:]
+        return segments[:kept]
+
+    def _explain(self, fetched: Fetched, segments: Sequence[Segment]) -> None:
+        if segments and all(fetched.encoded):
+            self.warnings.append(
+                "No passage had a cached state, so all were encoded for this request: they "
+                "weren't ingested with this model, dtype, conditioning and mode."
+            )
+
+
+class AnswerStream:
+    """An answer on its way: iterate for its text, then look at :attr:`answer`.
+
+    ``sources`` and ``passages`` (those that fitted) are known from the start.
+    """
+
+    def __init__(self, work: _Work, context: Context, counts: TokenCounts, clock: _Clock) -> None:
+        self.context = context
+        self.passages = tuple(work.passages)
+        self.sources = tuple(
+            passage.source or Source("", index, 0.0, passage.text)
+            for index, passage in enumerate(work.passages)
+        )
+        self.token_ids: list[int] = []
+        self._work = work
+        self._counts = counts
+        self._clock = clock
+        self._first = 0.0
+        self._answer: Answer | None = None
+        self._pieces = self._run()
+
+    def __iter__(self) -> Iterator[str]:
+        return self._pieces
+
+    def finish(self) -> Answer:
+        """Generate the rest and return the answer."""
+        for _ in self._pieces:
+            pass
+        return self.answer
+
+    @property
+    def answer(self) -> Answer:
+        """The whole answer; raises :class:`ConfigError` while it's still being generated."""
+        if self._answer is None:
+            raise ConfigError("The answer isn't finished: iterate over the stream to its end.")
+        return self._answer
+
+    def _run(self) -> Iterator[str]:
+        kb, sampling = self._work.kb, self._work.sampling
+        tokens = self._timed(kb.engine.generate(self.context, sampling))
+        text = []
+        try:
+            for piece in stream_text(kb.prompt, tokens, self.token_ids):
+                text.append(piece)
+                yield piece
+            self._answer = self._finished("".join(text))
+        finally:
+            if self._work.on_end:
+                self._work.on_end(self)
+
+    def _timed(self, tokens: Iterable[int]) -> Iterator[int]:
+        for token in tokens:
+            self._first = self._first or time.perf_counter()
+            yield token
+        self._first = self._first or time.perf_counter()
+
+    def _finished(self, text: str) -> Answer:
+        clock, counts = self._clock, self._counts
+        ended = time.perf_counter()
+        timings = Timings(
+            retrieve_s=clock.retrieved - clock.started,
+            load_s=clock.loaded - clock.retrieved,
+            prefill_s=clock.prefilled - clock.loaded,
+            ttft_s=self._first - clock.started,
+            total_s=ended - clock.started,
+        )
+        generated = TokenCounts(counts.prompt, counts.reused, counts.computed, len(self.token_ids))
+        return Answer(
+            text=text.strip(),
+            sources=self.sources,
+            tokens=generated,
+            timings=timings,
+            mode=self._work.mode,
+            warnings=tuple(self._work.warnings),
+        )
+
+
+def _passages(passages: Sequence[Passage | str]) -> list[Passage]:
+    return [Passage(item) if isinstance(item, str) else item for item in passages]
+
+
+def _interiors(fetched: Fetched, segments: Sequence[Segment], seam: Seam) -> int:
+    """Interior tokens of the segments that were encoded for this request."""
+    total = 0
+    for segment, encoded in zip(segments, fetched.encoded, strict=True):
+        start, end = seam.interior(len(segment))
+        total += (end - start) if encoded else 0
+    return total
+
+
+def _check_chunk_tokens(model: HybridModel, settings: StoreSettings) -> None:
+    if settings.chunk_tokens >= model.context_length:
+        raise ConfigError(
+            f"chunk_tokens is {settings.chunk_tokens}, but the model's context holds "
+            f"{model.context_length} tokens: choose smaller chunks."
+        )
+
+
+def _source(chunk: StoredChunk, score: float) -> Source:
+    return Source(
+        document=chunk.source,
+        chunk=chunk.ordinal,
+        score=score,
+        text=chunk.text,
+        title=chunk.title,
+        heading=chunk.heading,
+        page=chunk.page,
+        start=chunk.start,
+        end=chunk.end,
+        id=chunk.id,
+    )
