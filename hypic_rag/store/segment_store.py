@@ -104,8 +104,9 @@ class SegmentStore:
         try:
             root.mkdir(parents=True, exist_ok=True)
             foreign = [entry.name for entry in root.iterdir() if not _is_own(entry.name)]
-            if (root / CATALOG).exists() or foreign:
-                found = "already holds a store" if not foreign else f"holds {foreign[0]!r}"
+            exists = (root / CATALOG).exists()
+            if exists or foreign:
+                found = "already holds a store" if exists else f"holds {foreign[0]!r}"
                 raise StoreAccessError(
                     f"A new store needs an empty folder, but {root} {found}; "
                     "open that store, or give another folder."
@@ -424,7 +425,7 @@ class SegmentStore:
         if self._read_only:
             return
         self._flush_used()
-        if not self._chunks_changed:
+        if not self._chunks_changed and not self._vectors.unsaved:
             return
         try:
             import_faiss()

@@ -84,6 +84,11 @@ class VectorIndex:
         self._saved_generation = -1
         self._last_id = 0
 
+    @property
+    def unsaved(self) -> bool:
+        """Whether the index in memory is another than that in the file."""
+        return self._index is not None and self._saved_generation != self._generation
+
     def search(
         self, source: EmbeddingSource, query: Vectors, k: int, allowed: Ids | None
     ) -> list[tuple[int, float]]:
@@ -178,6 +183,7 @@ class VectorIndex:
         try:
             data = self._path.read_bytes()
         except FileNotFoundError:
+            logger.info("There is no vector index %s yet; it is built.", self._path)
             return
         except OSError as error:
             logger.warning("The vector index %s can't be read (%s).", self._path, error.strerror)
