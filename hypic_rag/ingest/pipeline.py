@@ -79,6 +79,7 @@ class IngestReport:
 class _Pending:
     """A document that's been read and waits for its batch."""
 
+    file: Found
     record: DocumentRecord
     chunks: list[Chunk]
     known: bool
@@ -164,34 +165,46 @@ class _Run:
         self._batch: list[_Pending] = []
         self._batch_tokens = 0
         self._done_files = self._done_bytes = 0
+        self._total_files = self._total_bytes = 0
+        self._source = ""
         self.report = IngestReport()
         self.started = time.perf_counter()
 
     def files(self, found: Sequence[Found]) -> None:
-        total = sum(file.size for file in found)
+        self._total_files = len(found)
+        self._total_bytes = sum(file.size for file in found)
         self._found = {file.source for file in found}
         for file in found:
             try:
                 self._file(file)
             except DocumentError as error:
                 self.report.failed.append((file.source, str(error)))
+                self._finish(file)
             except (MemoryError, RecursionError) as error:
                 self.report.failed.append((file.source, f"{type(error).__name__}: too large"))
-            self._done_files += 1
-            self._done_bytes += file.size
-            if self._notify:
-                self._notify(
-                    Progress(
-                        files=self._done_files,
-                        total_files=len(found),
-                        bytes=self._done_bytes,
-                        total_bytes=total,
-                        chunks=self.report.chunks,
-                        tokens=self.report.tokens,
-                        source=file.source,
-                    )
-                )
+                self._finish(file)
         self._flush()
+
+    def _finish(self, file: Found) -> None:
+        """Count a file as done."""
+        self._done_files += 1
+        self._done_bytes += file.size
+        self._source = file.source
+        self._show()
+
+    def _show(self) -> None:
+        if self._notify:
+            self._notify(
+                Progress(
+                    files=self._done_files,
+                    total_files=self._total_files,
+                    bytes=self._done_bytes,
+                    total_bytes=self._total_bytes,
+                    chunks=self.report.chunks,
+                    tokens=self.report.tokens,
+                    source=self._source,
+                )
+            )
 
     def prune(self, folders: Sequence[str]) -> None:
         """Remove documents below ``folders`` that weren't found."""
@@ -206,12 +219,14 @@ class _Run:
         current = known is not None and known.metadata.get(TOKENIZER_KEY) == self._in._tokenizer
         if known and current and (known.bytes, known.mtime_ns) == (file.size, file.mtime_ns):
             self._unchanged(known)
+            self._finish(file)
             return
         digest = sha256_of(file.path)
         if known and current and known.content_sha256 == digest:
             if not self._dry_run:
                 self._in._store.touch_document(file.source, file.mtime_ns, self._in._tenant)
             self._unchanged(known)
+            self._finish(file)
             return
         self._changed(file, digest, known is not None)
 
@@ -242,7 +257,7 @@ class _Run:
             media_type=document.media_type,
             metadata={**document.metadata, TOKENIZER_KEY: self._in._tokenizer},
         )
-        self._batch.append(_Pending(record, chunks, known))
+        self._batch.append(_Pending(file, record, chunks, known))
         self._batch_tokens += sum(len(chunk.token_ids) for chunk in chunks)
         if self._batch_tokens >= _BATCH_TOKENS:
             self._flush()
@@ -263,6 +278,7 @@ class _Run:
                 start, end = self._in._seam.interior(len(chunk.token_ids))
                 if end > start:
                     self.report.state_bytes += self._in._state_bytes(end - start)
+            self._finish(pending.file)
 
     def _encode(self, segments: Sequence[Segment]) -> None:
         """Encode ``segments`` in passes of bounded size, so that an interruption loses little."""
@@ -281,6 +297,7 @@ class _Run:
         if not self._dry_run:
             self._in._cache.encode(batch, self._in._seam)
         self.report.tokens += sum(len(segment) for segment in batch)
+        self._show()
 
     def _record(self, pending: _Pending) -> None:
         vectors = self._in._embedder.embed([chunk.text for chunk in pending.chunks])

@@ -1,0 +1,484 @@
+"""The ``hypic-rag`` command: thin functions over the library.
+
+JSON goes to stdout alone; progress and messages go to stderr. Exit code 2 means wrong use, 1 any
+other failure, 130 an interruption.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hypic_rag.config import Mode, Sampling, Seam, Settings
+from hypic_rag.errors import ConfigError, HypicError
+
+if TYPE_CHECKING:
+    from hypic_rag.answers import Answer
+    from hypic_rag.ingest.pipeline import IngestReport
+    from hypic_rag.knowledge_base import KnowledgeBase
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="hypic-rag",
+    help="Answers from documents with hybrid LLMs, from states that are computed once.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Store = Annotated[Path, typer.Option("--store", help="Folder of the store.")]
+Model = Annotated[
+    str | None,
+    typer.Option("--model", help="Hub name or folder; 'small' is the model that ships here."),
+]
+Config = Annotated[Path | None, typer.Option("--config", help="Settings file (TOML).")]
+Tenant = Annotated[str | None, typer.Option("--tenant", help="Whose documents.")]
+TopK = Annotated[int | None, typer.Option("--top-k", help="Chunks to answer from. [default: 5]")]
+ModeOption = Annotated[
+    str | None, typer.Option("--mode", help=f"One of {', '.join(Mode)}. [default: seam]")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
+Prompt = Annotated[
+    str | None,
+    typer.Option("--system-prompt", help="Text, or @FILE to read it from a file."),
+]
+MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Tokens of an answer at most.")]
+Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+
+
+@app.callback(invoke_without_command=True)
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+) -> None:
+    if version:
+        from hypic_rag import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def ingest(
+    paths: Annotated[list[str], typer.Argument(help="Files and folders.")],
+    store: Store,
+    model: Model = None,
+    system_prompt: Prompt = None,
+    conditioning: Annotated[
+        str | None,
+        typer.Option(
+            help="For a new store: what segments are encoded behind: 'system prompt', 'none', "
+            "a text or @FILE. [default: system prompt]"
+        ),
+    ] = None,
+    chunk_tokens: Annotated[
+        int | None, typer.Option(help="For a new store: tokens of a chunk. [default: 512]")
+    ] = None,
+    seam: Annotated[
+        str | None,
+        typer.Option(help="For a new store: default, none, paper or HEAD/TAIL. [default: 4/0]"),
+    ] = None,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Remove documents that have disappeared.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Read and count everything, change nothing.")
+    ] = False,
+    tenant: Tenant = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    config: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ingest documents: read, chunk, encode and embed what's new or has changed."""
+    import tempfile
+
+    settings = Settings.load(config)
+    with tempfile.TemporaryDirectory() as scratch:
+        # Nothing may be written, so a store that doesn't exist yet is made elsewhere.
+        folder = store if not dry_run or _holds_store(store) else Path(scratch) / "store"
+        with _open(
+            folder,
+            settings,
+            model=model,
+            system_prompt=system_prompt,
+            conditioning=conditioning,
+            chunk_tokens=chunk_tokens,
+            seam=seam,
+            tenant=tenant,
+            device=device,
+            dtype=dtype,
+            create=True,
+            read_only=dry_run and folder == store,
+        ) as kb:
+            report = _ingest(kb, paths, prune=prune, dry_run=dry_run)
+    _print_report(report, dry_run=dry_run, as_json=as_json)
+    if report.failed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def ask(
+    question: Annotated[str, typer.Argument(help="In plain words.")],
+    store: Store,
+    top_k: TopK = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Recompute the whole prompt; reuse nothing.")
+    ] = False,
+    mode: ModeOption = None,
+    model: Model = None,
+    system_prompt: Prompt = None,
+    max_tokens: MaxTokens = None,
+    tenant: Tenant = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    config: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """Answer one question from a store."""
+    settings = Settings.load(config)
+    chosen = Mode.parse(mode or settings.mode)
+    count = _top_k(top_k, settings)
+    sampling = Sampling(max_tokens=settings.max_tokens if max_tokens is None else max_tokens)
+    with _open(
+        store,
+        settings,
+        model=model,
+        system_prompt=system_prompt,
+        tenant=tenant,
+        device=device,
+        dtype=dtype,
+    ) as kb:
+        kb.warm()
+        stream = kb.stream(question, top_k=count, mode=chosen, exact=exact, sampling=sampling)
+        if as_json:
+            print(json.dumps(stream.finish().to_dict(), ensure_ascii=False, indent=2))
+            return
+        for piece in stream:
+            print(piece, end="", flush=True)
+        print()
+        _print_facts(stream.answer)
+
+
+@app.command()
+def chat(
+    store: Store,
+    top_k: TopK = None,
+    mode: ModeOption = None,
+    model: Model = None,
+    system_prompt: Prompt = None,
+    max_tokens: MaxTokens = None,
+    tenant: Tenant = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    config: Config = None,
+) -> None:
+    """Talk to a store in the terminal. /sources, /reset and /quit are commands."""
+    settings = Settings.load(config)
+    chosen = Mode.parse(mode or settings.mode)
+    count = _top_k(top_k, settings)
+    sampling = Sampling(max_tokens=settings.max_tokens if max_tokens is None else max_tokens)
+    with _open(
+        store,
+        settings,
+        model=model,
+        system_prompt=system_prompt,
+        tenant=tenant,
+        device=device,
+        dtype=dtype,
+    ) as kb:
+        kb.warm()
+        session = kb.chat(top_k=count, mode=chosen, sampling=sampling)
+        _note("Ask something. /sources shows the last passages, /reset starts over, /quit ends.")
+        last: Answer | None = None
+        while (line := _read_line()) is not None:
+            if line == "/quit":
+                break
+            if line == "/reset":
+                session.reset()
+                last = None
+            elif line == "/sources":
+                _print_sources(last)
+            elif line:
+                try:
+                    stream = session.stream(line)
+                    for piece in stream:
+                        print(piece, end="", flush=True)
+                    print()
+                    last = stream.answer
+                    _print_facts(last)
+                except HypicError as error:
+                    _note(f"error: {error}")
+
+
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="Hub name or folder; 'small' ships here.")],
+    tokens: Annotated[int, typer.Option(help="Segment length to count bytes for.")] = 512,
+    as_json: AsJson = False,
+) -> None:
+    """Show a model's layers, transitions and bytes per segment, or why it's unsupported."""
+    from hypic_rag.engine.engine import checkpoint_path
+    from hypic_rag.families.inspect import inspect_checkpoint
+
+    if tokens < 1:
+        raise ConfigError(f"--tokens must be at least 1, but is {tokens}.")
+    report = inspect_checkpoint(checkpoint_path(model), tokens, model)
+    print(json.dumps(report.to_dict(), indent=2) if as_json else report)
+
+
+@app.command()
+def demo(
+    store: Annotated[
+        Path | None, typer.Option("--store", help="Keep the demo's store in this folder.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ingest the bundled documents and ask questions about them."""
+    from hypic_rag.demo import run_demo
+
+    _quiet()
+    if not run_demo(store, as_json=as_json):
+        raise typer.Exit(1)
+
+
+@app.command()
+def stats(store: Store, as_json: AsJson = False) -> None:
+    """Show what a store was made with and how much it holds."""
+    import dataclasses
+
+    from hypic_rag.store import SegmentStore
+
+    with SegmentStore.open(store, read_only=True) as opened:
+        held = dataclasses.asdict(opened.statistics())
+        made = opened.settings.to_json()
+    if as_json:
+        print(json.dumps({"settings": made, "statistics": held}, ensure_ascii=False, indent=2))
+        return
+    for name, value in {**made, **held}.items():
+        print(f"{name:<16}{value}")
+
+
+@app.command()
+def repair(store: Store, as_json: AsJson = False) -> None:
+    """Check every state, rebuild what's derived, and say what was found."""
+    import dataclasses
+
+    from hypic_rag.store import SegmentStore
+
+    with SegmentStore.open(store) as opened:
+        report = dataclasses.asdict(opened.repair())
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        for name, value in report.items():
+            print(f"{name:<20}{value}")
+    if report["problems"]:
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Run the command line; errors made on purpose become one line on stderr."""
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    try:
+        app()
+    except HypicError as error:
+        _note(f"error: {error}")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        _note("interrupted; what was finished is kept")
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)
+
+
+# -- helpers -----------------------------------------------------------------------------------
+
+
+def _quiet() -> None:
+    """Keep the library's own progress bars and hints off the terminal."""
+    from transformers.utils import logging as library
+
+    library.set_verbosity_error()
+    library.disable_progress_bar()
+
+
+def _holds_store(path: Path) -> bool:
+    return path.is_dir() and any(path.iterdir())
+
+
+def _open(
+    store: Path,
+    settings: Settings,
+    *,
+    model: str | None,
+    system_prompt: str | None,
+    tenant: str | None,
+    device: str | None,
+    dtype: str | None,
+    conditioning: str | None = None,
+    chunk_tokens: int | None = None,
+    seam: str | None = None,
+    create: bool = False,
+    read_only: bool | None = None,
+) -> KnowledgeBase:
+    """Open a store with what the options, the settings file and the store itself say."""
+    import os
+
+    fresh = not _holds_store(store)
+    widths = Seam.parse(settings.seam if seam is None else seam)
+    served = _text(settings.system_prompt if system_prompt is None else system_prompt)
+    behind = _text(settings.conditioning if conditioning is None else conditioning)
+    if not fresh and any(value is not None for value in (conditioning, chunk_tokens, seam)):
+        raise ConfigError(
+            f"{store} is a store already, and its conditioning, chunk size and seam are fixed: "
+            "leave those options out, or make a new store."
+        )
+    if fresh and not create:
+        from hypic_rag.store import SegmentStore
+
+        SegmentStore.open(store)  # says what's wrong with the folder
+    _quiet()
+    from hypic_rag.engine.engine import load_model
+    from hypic_rag.knowledge_base import KnowledgeBase
+
+    named = model or settings.model
+    if named is None and not fresh:
+        from hypic_rag.store import SegmentStore
+
+        with SegmentStore.open(store, read_only=True) as opened:
+            named = opened.settings.model or None
+    loaded = load_model(
+        named or "small", device=device or settings.device, dtype=dtype or settings.dtype
+    )
+    if read_only is None:
+        read_only = not os.access(store, os.W_OK)
+    return KnowledgeBase.open(
+        store,
+        loaded,
+        system_prompt=served,
+        conditioning=None if behind == "none" else behind,
+        chunk_tokens=settings.chunk_tokens if chunk_tokens is None else chunk_tokens,
+        seam=widths,
+        tenant=settings.tenant if tenant is None else tenant,
+        create=create,
+        read_only=read_only,
+    )
+
+
+def _text(value: str | None) -> str | None:
+    """``value``, or the content of the file it names as ``@FILE``."""
+    if value is None or not value.startswith("@"):
+        return value
+    try:
+        return Path(value[1:]).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{value[1:]} can't be read as text ({error}): check the file.") from None
+
+
+def _top_k(option: int | None, settings: Settings) -> int:
+    count = settings.top_k if option is None else option
+    if count < 1:
+        raise ConfigError(f"--top-k must be at least 1, but is {count}.")
+    return count
+
+
+def _ingest(kb: KnowledgeBase, paths: list[str], *, prune: bool, dry_run: bool) -> IngestReport:
+    """Run an ingestion with a progress bar on stderr."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} % of bytes, {task.fields[rate]} tokens/s,"),
+        TimeElapsedColumn(),
+        TextColumn("gone,"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("starting", total=None, rate="0")
+
+        def show(progress: Any) -> None:
+            elapsed = bar.tasks[0].elapsed or 1e-9
+            bar.update(
+                task,
+                total=progress.total_bytes,
+                completed=progress.bytes,
+                description=f"{progress.files}/{progress.total_files} files",
+                rate=f"{progress.tokens / elapsed:,.0f}",
+            )
+
+        return kb.ingest(*paths, prune=prune, dry_run=dry_run, progress=show)
+
+
+def _print_report(report: IngestReport, *, dry_run: bool, as_json: bool) -> None:
+    import dataclasses
+
+    if as_json:
+        print(json.dumps(dataclasses.asdict(report), ensure_ascii=False, indent=2))
+        return
+    would = "would be " if dry_run else ""
+    for name in ("added", "updated", "unchanged", "restored", "removed"):
+        count = len(getattr(report, name))
+        if count:
+            print(f"{count:>6} documents {'' if name == 'unchanged' else would}{name}")
+    print(
+        f"{report.chunks:>6} chunks, {report.tokens} tokens encoded, "
+        f"{report.state_bytes / 1e6:.1f} MB of states, {report.seconds:.1f} s"
+    )
+    for kind, entries in (("skipped", report.skipped), ("failed", report.failed)):
+        for name, reason in entries:
+            # Most reasons name the file themselves.
+            print(f"{kind}: {reason if name in reason else f'{name}: {reason}'}", file=sys.stderr)
+
+
+def _print_facts(answer: Answer) -> None:
+    """Sources and costs of an answer, on stderr."""
+    for number, source in enumerate(answer.sources, 1):
+        page = f", page {source.page}" if source.page else ""
+        _note(f"  [{number}] {source.document}, chunk {source.chunk}{page} ({source.score:.4f})")
+    tokens = answer.tokens
+    _note(
+        f"  {tokens.reused} prompt tokens reused, {tokens.computed} computed; first token after "
+        f"{answer.timings.ttft_s:.3f} s"
+    )
+    for warning in answer.warnings:
+        _note(f"  warning: {warning}")
+
+
+def _print_sources(answer: Answer | None) -> None:
+    if answer is None:
+        _note("Nothing was asked yet.")
+        return
+    for number, source in enumerate(answer.sources, 1):
+        print(f"[{number}] {source.document}, chunk {source.chunk}\n{source.text}")
+
+
+def _read_line() -> str | None:
+    """The next line, or None at the end of input."""
+    try:
+        if sys.stdin.isatty():
+            return input("> ").strip()
+        line = sys.stdin.readline()
+        return line.strip() if line else None
+    except EOFError:
+        return None
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr)
