@@ -10,6 +10,7 @@ from hypic_rag.store.records import (
     Statistics,
     StoredChunk,
     StoreSettings,
+    Traffic,
 )
 from hypic_rag.store.segment_store import SegmentStore
 from hypic_rag.store.tiers import HostTier
@@ -29,4 +30,5 @@ __all__ = [
     "Statistics",
     "StoreSettings",
     "StoredChunk",
+    "Traffic",
 ]

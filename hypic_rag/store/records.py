@@ -24,6 +24,7 @@ __all__ = [
     "Statistics",
     "StoreSettings",
     "StoredChunk",
+    "Traffic",
 ]
 
 STORE_FORMAT = 1
@@ -221,6 +222,29 @@ class Statistics:
     orphans: int
     quarantined: int
     disk_bytes: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What has happened to states since the store was opened, in this process.
+
+    Attributes:
+        host_hits: loads that found the state in memory.
+        disk_hits: loads that found it on the disk.
+        misses: loads that found none that can be used.
+        host_evictions: states that memory let go of to stay within its budget.
+        disk_evictions: states deleted from the disk to stay within its budget.
+        host_states: states in memory now.
+        host_bytes: memory that they take.
+    """
+
+    host_hits: int
+    disk_hits: int
+    misses: int
+    host_evictions: int
+    disk_evictions: int
+    host_states: int
+    host_bytes: int
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from hypic_rag.store.records import (
     Statistics,
     StoredChunk,
     StoreSettings,
+    Traffic,
 )
 from hypic_rag.store.tiers import HostTier
 from hypic_rag.store.vectors import VectorIndex, import_faiss
@@ -78,6 +79,7 @@ class SegmentStore:
         self._lock = threading.Lock()
         self._used: dict[str, datetime] = {}
         self._used_flushed = time.monotonic()
+        self._traffic = {"host_hits": 0, "disk_hits": 0, "misses": 0, "disk_evictions": 0}
         self._chunks_changed = False
         self._deletions_wait = False
         self._closed = False
@@ -348,10 +350,14 @@ class SegmentStore:
         """
         self._require_open()
         state = self._tier.get(key)
-        if state is None:
+        if state is not None:
+            self._count("host_hits")
+        else:
             state = self._load_from_disk(key)
             if state is None:
+                self._count("misses")
                 return None
+            self._count("disk_hits")
             self._tier.put(key, state)
         self._note_use(key.digest)
         return state
@@ -414,6 +420,7 @@ class SegmentStore:
                     removed.append(digest)
                     freed += size
             view.delete_states(removed)
+        self._count("disk_evictions", len(removed))
         return freed
 
     def flush(self) -> None:
@@ -441,6 +448,17 @@ class SegmentStore:
             counts = view.counts()
         return Statistics(
             **counts, quarantined=self._files.quarantined(), disk_bytes=_folder_bytes(self._path)
+        )
+
+    def traffic(self) -> Traffic:
+        """Where states were found, and what was evicted, since the store was opened here."""
+        with self._lock:
+            counts = dict(self._traffic)
+        return Traffic(
+            **counts,
+            host_evictions=self._tier.evictions,
+            host_states=len(self._tier),
+            host_bytes=self._tier.bytes,
         )
 
     def repair(self) -> RepairReport:
@@ -566,6 +584,10 @@ class SegmentStore:
             reason,
             where,
         )
+
+    def _count(self, name: str, by: int = 1) -> None:
+        with self._lock:
+            self._traffic[name] += by
 
     def _note_use(self, digest: str) -> None:
         if self._read_only:

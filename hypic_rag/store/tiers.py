@@ -42,6 +42,12 @@ class HostTier:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._leases: Counter[str] = Counter()
         self._bytes = 0
+        self._evictions = 0
+
+    @property
+    def evictions(self) -> int:
+        """How many states had to go so far for the budget's sake."""
+        return self._evictions
 
     @property
     def bytes(self) -> int:
@@ -108,6 +114,7 @@ class HostTier:
                 return
             if not self._leases[digest]:
                 self._remove(digest)
+                self._evictions += 1
 
     def _remove(self, digest: str) -> None:
         entry = self._entries.pop(digest, None)
