@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ __all__ = [
 
 TEMPORARY_SUFFIX = ".tmp"
 SPACE_MARGIN = 64 << 20
+# A database in the making has files of its own beside it.
+_LEFTOVER = re.compile(rf"\..*{re.escape(TEMPORARY_SUFFIX)}(-wal|-shm|-journal)?")
 
 
 def check_space(folder: Path, size: int) -> None:
@@ -104,7 +107,7 @@ def remove_leftovers(folder: Path) -> int:
     """Remove temporary files that no living process is writing; returns how many."""
     removed = 0
     with os.scandir(folder) as entries:
-        names = [entry.path for entry in entries if entry.name.endswith(TEMPORARY_SUFFIX)]
+        names = [entry.path for entry in entries if _LEFTOVER.fullmatch(entry.name)]
     for name in names:
         descriptor = lock_exclusive(Path(name))
         if descriptor is None:

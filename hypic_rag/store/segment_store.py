@@ -106,12 +106,12 @@ class SegmentStore:
         try:
             root.mkdir(parents=True, exist_ok=True)
             foreign = [entry.name for entry in root.iterdir() if not _is_own(entry.name)]
-            exists = (root / CATALOG).exists()
-            if exists or foreign:
-                found = "already holds a store" if exists else f"holds {foreign[0]!r}"
+            if (root / CATALOG).exists():
+                raise FileExistsError
+            if foreign:
                 raise StoreAccessError(
-                    f"A new store needs an empty folder, but {root} {found}; "
-                    "open that store, or give another folder."
+                    f"A new store needs an empty folder, but {root} holds {foreign[0]!r}; "
+                    "give another folder."
                 )
             StateFiles(root).create_folders()
             temporary = root / f".{CATALOG}.{secrets.token_hex(8)}{files.TEMPORARY_SUFFIX}"
@@ -122,6 +122,11 @@ class SegmentStore:
             finally:
                 temporary.unlink(missing_ok=True)
             files.sync_folder(root)
+        except FileExistsError as error:
+            raise StoreAccessError(
+                f"{root} already holds a store, or is a file; open that store, or give another "
+                "folder."
+            ) from error
         except OSError as error:
             raise StoreAccessError(
                 f"No store can be made in {root} ({error.strerror}); "
@@ -471,11 +476,12 @@ class SegmentStore:
         damaged = 0
         with self._catalog.read() as view:
             digests = sorted(view.state_digests())
-            problems = view.problems()
         for digest in digests:
             damaged += self._quarantine_if_damaged(digest, "found by a repair")
         with self._catalog.write() as view:
             view.rebuild_search()
+        with self._catalog.read() as view:
+            problems = view.problems()
         rebuilt = self._rebuild_vectors()
         return RepairReport(
             temporary_files=report.temporary_files,

@@ -108,7 +108,7 @@ class VectorIndex:
         if allowed is not None:
             selector = faiss.IDSelectorBatch(np.ascontiguousarray(allowed, dtype=np.int64))
             selection = faiss.SearchParameters(sel=selector)
-        limit = min(k, self._index.ntotal if allowed is None else len(allowed))
+        limit = min(k, self._index.ntotal)
         if limit == 0:
             return []
         scores, ids = self._index.search(query.reshape(1, -1), limit, params=selection)

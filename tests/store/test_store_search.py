@@ -25,6 +25,7 @@ from hypic_rag.store import (
     SegmentStore,
     StoreSettings,
 )
+from hypic_rag.store.vectors import VectorIndex
 
 WORDS = ["apple", "banana", "cherry", "damson", "elderberry", "fig", "grape"]
 
@@ -72,6 +73,46 @@ def test_a_tenant_gets_its_own_even_if_all_others_are_nearer(store: SegmentStore
     store.put_document(DocumentRecord("a", tenant="me"), [chunk("zucchini")])
     assert found_texts(store.search_vectors(vector_of("apple"), 3, "me")) == ["zucchini"]
     assert store.search_vectors(vector_of("apple"), 3, "nobody") == []
+
+
+def test_a_tenant_gets_its_own_text_even_if_all_others_match_better(store: SegmentStore) -> None:
+    store.put_document(DocumentRecord("a", tenant="them"), [chunk(f"fox {i}") for i in range(9)])
+    store.put_document(DocumentRecord("a", tenant="me"), [chunk("the lazy dog and the fox")])
+    assert found_texts(store.search_text("fox", 2, "me")) == ["the lazy dog and the fox"]
+
+
+class OneSnapshot:
+    """Three chunks, as a vector index asks for them."""
+
+    ids = np.array([3, 5, 8], dtype=np.int64)
+    vectors = np.eye(3, dtype=np.float32)
+
+    def generation(self) -> int:
+        return 1
+
+    def chunk_count(self) -> int:
+        return 3
+
+    def chunk_ids(self) -> Any:
+        return self.ids
+
+    def embeddings_after(self, chunk_id: int) -> Any:
+        if chunk_id < 8:
+            yield self.ids, self.vectors
+
+    def embeddings_of(self, ids: Any) -> Any:
+        raise AssertionError("nothing differs")
+
+
+def test_the_index_gives_out_real_ids_alone(tmp_path: Path) -> None:
+    index = VectorIndex(tmp_path / "vectors.faiss", 3, "store")
+    query = np.array([0.5, 1.0, 0.25], dtype=np.float32)
+    found = index.search(OneSnapshot(), query, 10, None)
+    assert found == [(5, 1.0), (3, 0.5), (8, 0.25)]
+    some = np.array([3, 8], dtype=np.int64)
+    assert index.search(OneSnapshot(), query, 3, some) == [(3, 0.5), (8, 0.25)]
+    assert index.search(OneSnapshot(), query, 3, some[:0]) == []
+    assert index.search(OneSnapshot(), query, 1, some) == [(3, 0.5)]
 
 
 @pytest.mark.parametrize("wrong", [[1.0] * 7, [[1.0] * 8], [float("nan")] * 8, 3.0])
