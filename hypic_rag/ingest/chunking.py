@@ -203,12 +203,25 @@ class _Splitter:
         middle = (unit.start + unit.end) // 2
         return [(unit.start, middle), (middle, unit.end)]
 
-    def _cut(self, index: int) -> bool:
-        """Replace a unit by its parts; False when it can't be cut."""
+    def _cut(self, index: int) -> int:
+        """Replace a unit by its parts; returns how many, 0 when it can't be cut."""
         parts = self._parts(self._units[index]) if index < len(self._units) else []
         if parts:
             self._units[index : index + 1] = parts
-        return bool(parts)
+        return len(parts)
+
+    def _cut_rather(self, first: int, last: int, beyond: int, least: float) -> int:
+        """Cut the unit ``beyond`` the end if what's in front of it is no chunk worth having.
+
+        That's a heading alone, or less than ``least`` tokens in front of a block that was whole.
+        Returns the number of parts; 0 if nothing was cut.
+        """
+        if beyond >= len(self._units):
+            return 0
+        unit = self._units[beyond]
+        tokens = sum(unit.tokens for unit in self._units[first:last])
+        wasteful = tokens < least and unit.level == 0 and unit.block.kind != "code"
+        return self._cut(beyond) if wasteful or self._is_heading(first, last) else 0
 
     # Packing
 
@@ -259,20 +272,16 @@ class _Splitter:
             room = self._room(first)
             if tokens <= room:
                 return last
-            best, filled, overflow = self._best_cut(first, last, tokens, room)
-            # Rather a cut block than a heading alone, or a chunk that is half empty.
-            whole = self._units[overflow].level == 0 if overflow < len(self._units) else False
-            wasteful = filled < room / 2 and whole and self._units[overflow].block.kind != "code"
-            lonely = self._is_heading(first, best)
-            if not ((wasteful or lonely) and self._cut(overflow)):
+            best, overflow = self._best_cut(first, last, tokens, room)
+            if not self._cut_rather(first, best, overflow, room / 2):
                 return best
 
-    def _best_cut(self, first: int, last: int, tokens: float, room: int) -> tuple[int, float, int]:
-        """The best end within a run that is too long, the tokens up to it, the first beyond."""
+    def _best_cut(self, first: int, last: int, tokens: float, room: int) -> tuple[int, int]:
+        """The best end within a run that is too long, and the last that the room allows."""
         pieces = math.ceil(tokens / room)
         target = tokens / pieces if pieces <= _LOOK_AHEAD else room
         filled, index = 0.0, first
-        best, best_filled, best_cost = first + 1, self._units[first].tokens, math.inf
+        best, best_cost = first + 1, math.inf
         while index < last and (filled + self._units[index].tokens <= room or index == first):
             filled += self._units[index].tokens
             index += 1
@@ -281,8 +290,8 @@ class _Splitter:
             inside = self._units[index].block is self._units[index - 1].block
             cost = abs(filled - target) / target + inside * _MID_BLOCK_PENALTY
             if cost <= best_cost:
-                best, best_filled, best_cost = index, filled, cost
-        return best, best_filled, index
+                best, best_cost = index, cost
+        return best, index
 
     def _fitting_chunk(self, first: int) -> tuple[int, Chunk]:
         """The next chunk, exactly measured, and the unit behind it."""
@@ -299,20 +308,18 @@ class _Splitter:
             else:
                 return last, self._chunk(first, last, with_breadcrumb=False)
 
-    def _shorten(self, first: int, last: int, excess: int) -> int:
+    def _shorten(self, first: int, last: int, excess: float) -> int:
         """An earlier end: without the units at the end that make up the excess."""
-        dropped = 0.0
-        while last - first > 1 and dropped < excess:
+        while last - first > 1 and excess > 0:
             last -= 1
-            dropped += self._units[last].tokens
-        body = last
-        while body - first > 1 and self._units[body - 1].block.kind == "heading":
-            body -= 1
-        if not self._is_heading(first, body):
-            return body
-        if self._cut(last):  # rather a cut block than a heading alone
-            return last + 1
-        return last
+            excess -= self._units[last].tokens
+        kept = last
+        while kept - first > 1 and self._units[kept - 1].block.kind == "heading":
+            kept -= 1
+        back = excess + self._units[last].tokens
+        if parts := self._cut_rather(first, kept, last, self._min):
+            return self._shorten(first, last + parts, back)
+        return kept
 
     # Text
 

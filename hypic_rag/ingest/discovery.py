@@ -88,9 +88,8 @@ def folder_names(paths: Iterable[str | Path]) -> list[str]:
     Files given by themselves have no entry.
     """
     given = [Path(path) for path in paths]
-    folders = [path.resolve() if path.is_dir() else path.resolve().parent for path in given]
-    names = _distinct_names(folders)
-    return [names[folder] for path, folder in zip(given, folders, strict=True) if path.is_dir()]
+    names = _names_of(given)
+    return [name for path, name in zip(given, names, strict=True) if os.path.isdir(path)]
 
 
 def sha256_of(path: str | Path) -> str:
@@ -114,15 +113,11 @@ class _Walk:
         self._sources: set[str] = set()
 
     def everything(self, given: list[Path]) -> Iterator[Found]:
-        folders = [
-            path.resolve() if os.path.isdir(path) else path.resolve().parent for path in given
-        ]
-        names = _distinct_names(folders)
-        for path, folder in zip(given, folders, strict=True):
+        for path, name in zip(given, _names_of(given), strict=True):
             if os.path.isdir(path):
-                yield from self._folder(path, names[folder])
+                yield from self._folder(path, name)
             else:
-                yield from self._file(path, names[folder])
+                yield from self._file(path, name)
 
     def _folder(self, folder: Path, name: str) -> Iterator[Found]:
         """Depth first, without recursion: files and folders alike in the order of their names."""
@@ -180,6 +175,13 @@ class _Walk:
 
     def _skip(self, path: Path, reason: str) -> None:
         self._skipped.append(Skipped(path, reason))
+
+
+def _names_of(given: list[Path]) -> list[str]:
+    """For each path the name of the folder, or of the folder that a file lies in."""
+    folders = [path.resolve() if os.path.isdir(path) else path.resolve().parent for path in given]
+    names = _distinct_names(folders)
+    return [names[folder] for folder in folders]
 
 
 def _distinct_names(folders: Iterable[Path]) -> dict[Path, str]:

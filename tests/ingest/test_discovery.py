@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hypic_rag.errors import ConfigError, DocumentError
-from hypic_rag.ingest.discovery import Found, Skipped, discover, sha256_of
+from hypic_rag.ingest.discovery import Found, Skipped, discover, folder_names, sha256_of
 
 
 def make(root: Path, *names: str) -> None:
@@ -55,6 +55,13 @@ def test_folders_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
     make(tmp_path, "x/docs/a.md", "y/docs/a.md", "z/a.md")
     folders = [tmp_path / "x/docs", tmp_path / "y/docs", tmp_path / "z"]
     assert sources(*folders) == ["x/docs/a.md", "y/docs/a.md", "z/a.md"]
+
+
+def test_folder_names_are_what_sources_begin_with(tmp_path: Path) -> None:
+    make(tmp_path, "x/docs/a.md", "y/docs/a.md", "z/a.md")
+    given = [tmp_path / "x/docs", tmp_path / "y/docs", tmp_path / "z/a.md"]
+    assert folder_names(given) == ["x/docs", "y/docs"]
+    assert [source.rpartition("/")[0] for source in sources(*given)] == ["x/docs", "y/docs", "z"]
 
 
 def test_sources_never_collide(tmp_path: Path) -> None:
