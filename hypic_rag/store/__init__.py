@@ -1,6 +1,6 @@
 """Documents, chunks, vectors and segment states in one folder."""
 
-from hypic_rag.store.filters import AllOf, AnyOf, Condition, Filter
+from hypic_rag.store.filters import AllOf, AnyOf, Condition, Filter, Not
 from hypic_rag.store.records import (
     STORE_FORMAT,
     ChunkRecord,
@@ -25,6 +25,7 @@ __all__ = [
     "Filter",
     "Hit",
     "HostTier",
+    "Not",
     "RepairReport",
     "SegmentStore",
     "Statistics",

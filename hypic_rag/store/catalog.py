@@ -25,7 +25,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session, sessionmaker
 
-from hypic_rag.errors import StoreFormatError
+from hypic_rag.errors import ConfigError, StoreFormatError
 from hypic_rag.segments import SegmentKey, token_digest
 from hypic_rag.store import sqlite
 from hypic_rag.store.filters import Condition
@@ -180,6 +180,19 @@ class ReadView:
         query = _chunk_query(tenant).where(Document.id == document_id)
         return self._chunks(query.order_by(Chunk.ordinal))
 
+    def find_chunks(self, tenant: str, where: Condition | None) -> list[StoredChunk]:
+        """All chunks that ``where`` is true of, by document and in its order."""
+        query = _chunk_query(tenant).order_by(Document.source, Chunk.ordinal)
+        return self._chunks(query if where is None else query.where(sqlite.condition_sql(where)))
+
+    def named_chunks(self, names: Sequence[str], tenant: str) -> list[StoredChunk]:
+        """The chunks called ``names``, in this order; names that don't exist are left out."""
+        found: dict[str | None, StoredChunk] = {}
+        for batch in _batches(list(dict.fromkeys(names))):
+            for chunk in self._chunks(_chunk_query(tenant).where(Chunk.name.in_(batch))):
+                found[chunk.name] = chunk
+        return [found[name] for name in names if name in found]
+
     def allowed_ids(self, tenant: str, where: Condition | None) -> NDArray[np.int64] | None:
         """Ids of the chunks that may be found; ``None`` when that's every chunk there is."""
         if where is None and not self._session.scalar(
@@ -322,13 +335,61 @@ class WriteView(ReadView):
         row.details = dict(record.metadata)
         row.ingested_at = datetime.now(UTC)
         self._session.flush()
-        values = [_chunk_values(row.id, ordinal, chunk) for ordinal, chunk in enumerate(chunks)]
-        if values:
-            self._session.execute(insert(Chunk), values)
-        self._spare_states(record.tenant, {str(value["token_digest"]) for value in values})
+        old |= self._remove_named(chunks, record.tenant)
+        self._insert_chunks(row.id, record.tenant, list(enumerate(chunks)))
         self._doom_states(record.tenant, old)
         self._advance()
         return row.id
+
+    def put_chunks(self, record: DocumentRecord, chunks: Sequence[ChunkRecord]) -> int:
+        """Add chunks to the document, which is made if there's none; returns its id.
+
+        Each replaces the tenant's chunk of the same name; in the same document, at its place.
+        """
+        row = self._document(record.source, record.tenant)
+        if row is None:
+            self.put_document(record, ())
+            row = self._document(record.source, record.tenant)
+            assert row is not None
+        mine = select(Chunk.name, Chunk.ordinal).where(Chunk.document_id == row.id)
+        places = {name: ordinal for name, ordinal in self._session.execute(mine) if name}
+        last = select(func.max(Chunk.ordinal)).where(Chunk.document_id == row.id)
+        highest = self._session.scalars(last).one()
+        free = 0 if highest is None else highest + 1
+        placed: list[tuple[int, ChunkRecord]] = []
+        for chunk in chunks:
+            ordinal = places.get(chunk.name) if chunk.name else None
+            placed.append((free if ordinal is None else ordinal, chunk))
+            free += ordinal is None
+        old = self._remove_named(chunks, record.tenant)
+        self._insert_chunks(row.id, record.tenant, placed)
+        self._forget_content([row.id])
+        self._doom_states(record.tenant, old)
+        self._advance()
+        return row.id
+
+    def delete_chunks(self, ids: Sequence[int], tenant: str) -> int:
+        """Delete chunks, and documents that are left without any; returns how many chunks."""
+        old: set[str] = set()
+        parents: set[int] = set()
+        found: list[int] = []
+        for batch in _batches(list(dict.fromkeys(ids))):
+            query = (
+                select(Chunk.id, Chunk.document_id, Chunk.token_digest)
+                .join(Document)
+                .where(Document.tenant == tenant, Chunk.id.in_(batch))
+            )
+            for chunk_id, document_id, digest in self._session.execute(query):
+                found.append(chunk_id)
+                parents.add(document_id)
+                old.add(digest)
+        if found:
+            self._delete_ids(found)
+            self._forget_content(sorted(parents))
+            self._delete_empty(sorted(parents))
+            self._doom_states(tenant, old)
+            self._advance()
+        return len(found)
 
     def delete_document(self, source: str, tenant: str) -> bool:
         """Delete a document with its chunks; tells whether there was one."""
@@ -397,6 +458,62 @@ class WriteView(ReadView):
         self._session.execute(delete(Chunk).where(mine))
         return old
 
+    def _remove_named(self, chunks: Sequence[ChunkRecord], tenant: str) -> set[str]:
+        """Make room for named ``chunks``; returns the token digests of what was deleted.
+
+        A document that loses a chunk to another one is no longer what was recorded of it.
+        """
+        names = [chunk.name for chunk in chunks if chunk.name is not None]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"Two chunks are called {twice!r}; give each its own name.")
+        gone: list[int] = []
+        old: set[str] = set()
+        parents: set[int] = set()
+        for batch in _batches(names):
+            query = (
+                select(Chunk.id, Chunk.document_id, Chunk.token_digest)
+                .join(Document)
+                .where(Document.tenant == tenant, Chunk.name.in_(batch))
+            )
+            for chunk_id, document_id, digest in self._session.execute(query):
+                gone.append(chunk_id)
+                parents.add(document_id)
+                old.add(digest)
+        self._delete_ids(gone)
+        self._forget_content(sorted(parents))
+        return old
+
+    def _delete_ids(self, ids: Sequence[int]) -> None:
+        for batch in _batches(ids):
+            self._session.execute(delete(Chunk).where(Chunk.id.in_(batch)))
+
+    def _forget_content(self, documents: Sequence[int]) -> None:
+        """Note that documents no longer have the chunks that were made from their content."""
+        for batch in _batches(documents):
+            self._session.execute(
+                update(Document)
+                .where(Document.id.in_(batch))
+                .values(content_sha256="", mtime_ns=None)
+            )
+
+    def _delete_empty(self, documents: Sequence[int]) -> None:
+        filled = exists(select(Chunk.id).where(Chunk.document_id == Document.id))
+        for batch in _batches(documents):
+            self._session.execute(
+                delete(Document)
+                .where(Document.id.in_(batch), ~filled)
+                .execution_options(synchronize_session=False)
+            )
+
+    def _insert_chunks(
+        self, document_id: int, tenant: str, chunks: Sequence[tuple[int, ChunkRecord]]
+    ) -> None:
+        values = [_chunk_values(document_id, ordinal, chunk) for ordinal, chunk in chunks]
+        if values:
+            self._session.execute(insert(Chunk), values)
+        self._spare_states(tenant, {str(value["token_digest"]) for value in values})
+
     def _spare_states(self, tenant: str, token_digests: Iterable[str]) -> None:
         for batch in _batches(sorted(token_digests)):
             self._session.execute(
@@ -443,6 +560,7 @@ def _chunk_query(tenant: str) -> _Rows:
             Chunk.end,
             Chunk.token_ids,
             Chunk.details,
+            Chunk.name,
             Document.details.label("document_details"),
         )
         .join(Document)
@@ -464,6 +582,7 @@ def _stored_chunk(row: Mapping[Any, Any]) -> StoredChunk:
         end=row["end"],
         token_ids=tuple(np.frombuffer(row["token_ids"], dtype=_TOKEN).tolist()),
         metadata={**row["document_details"], **row["details"]},
+        name=row["name"],
     )
 
 
@@ -480,6 +599,7 @@ def _chunk_values(document_id: int, ordinal: int, chunk: ChunkRecord) -> dict[st
         "token_digest": token_digest(chunk.token_ids),
         "embedding": chunk.embedding.astype(_FLOAT).tobytes(),
         "details": dict(chunk.metadata),
+        "name": chunk.name,
     }
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from hypic_rag.errors import ConfigError
 
-__all__ = ["AllOf", "AnyOf", "Condition", "Filter", "Operator", "Scalar"]
+__all__ = ["AllOf", "AnyOf", "Condition", "Filter", "Not", "Operator", "Scalar"]
 
-Operator = Literal["eq", "ne", "gt", "gte", "lt", "lte", "in", "nin", "contains"]
+Operator = Literal[
+    "eq", "ne", "gt", "gte", "lt", "lte", "in", "nin", "contains", "icontains", "empty"
+]
 Scalar = str | int | float | bool
 
-_OPERATORS = ("eq", "ne", "gt", "gte", "lt", "lte", "in", "nin", "contains")
+_OPERATORS = get_args(Operator)
 _MAX_VALUES = 10_000
 
 
@@ -21,11 +23,14 @@ _MAX_VALUES = 10_000
 class Filter:
     """One condition on a field.
 
-    ``field`` is ``source``, ``title``, ``document_id`` or a name in the metadata, where a chunk's
-    value covers its document's. Values are compared with values of their own kind only: text with
-    text, numbers with numbers, booleans with booleans. ``in`` and ``nin`` take a tuple or list.
-    ``contains`` is true for text with ``value`` in it and for lists with ``value`` as an element.
-    ``ne`` and ``nin`` are also true where the field is missing; all others are false there.
+    ``field`` is ``source``, ``title``, ``document_id``, ``chunk_id``, ``chunk_name`` or a name in
+    the metadata, where a chunk's value covers its document's. Values are compared with values of
+    their own kind only: text with text, numbers with numbers, booleans with booleans. ``in`` and
+    ``nin`` take a tuple or list. ``contains`` is true for text with ``value`` in it and for lists
+    with ``value`` as an element; ``icontains`` for text with ``value`` in it, whatever the case of
+    either. ``empty`` takes True and is true where the field is missing, null, ``""`` or an empty
+    list; with False it's the opposite. ``ne`` and ``nin`` are also true where the field is missing;
+    all others but ``empty`` are false there.
 
     Raises:
         ConfigError: the operator is unknown or the value doesn't fit it.
@@ -93,12 +98,29 @@ class AnyOf:
         return AnyOf((self, other))
 
 
-Condition = Filter | AllOf | AnyOf
+@dataclass(frozen=True)
+class Not:
+    """True where ``condition`` is not."""
+
+    condition: Condition
+
+    def __and__(self, other: Condition) -> AllOf:
+        return AllOf((self, other))
+
+    def __or__(self, other: Condition) -> AnyOf:
+        return AnyOf((self, other))
+
+
+Condition = Filter | AllOf | AnyOf | Not
 
 
 def _check_value(op: str, value: Scalar) -> None:
     if not isinstance(value, str | int | float):
         raise ConfigError(f"A filter's value is text, a number or a boolean, not {value!r}.")
+    if op == "empty" and not isinstance(value, bool):
+        raise ConfigError(f"The filter operator 'empty' takes True or False, not {value!r}.")
+    if op == "icontains" and not isinstance(value, str):
+        raise ConfigError(f"The filter operator 'icontains' takes text, not {value!r}.")
     if isinstance(value, bool) and op in ("gt", "gte", "lt", "lte"):
         raise ConfigError(f"Booleans have no order, so {op!r} can't compare with {value!r}.")
     if isinstance(value, float) and not math.isfinite(value):

@@ -150,6 +150,7 @@ class ChunkRecord:
         start: where the chunk starts in the document's text, in characters.
         end: where it ends.
         metadata: JSON values by name, on top of the document's.
+        name: what its maker calls the chunk; if it's given, the tenant has one chunk of that name.
 
     Raises:
         ConfigError: there are no tokens, an embedding isn't a finite vector, or a text or the
@@ -164,10 +165,15 @@ class ChunkRecord:
     start: int = 0
     end: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    name: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("text", "heading"):
             _require_text(f"The chunk's {name}", getattr(self, name))
+        if self.name is not None:
+            _require_text("The chunk's name", self.name)
+            if not self.name:
+                raise ConfigError("A chunk's name is some text or None, not ''.")
         _require_json("The chunk's metadata", self.metadata)
         if not self.token_ids or not all(0 <= token <= _MAX_TOKEN for token in self.token_ids):
             raise ConfigError(f"A chunk needs token ids from 0 to {_MAX_TOKEN}, at least one.")
@@ -198,6 +204,7 @@ class StoredChunk:
     end: int
     token_ids: tuple[int, ...]
     metadata: Mapping[str, Any]
+    name: str | None = None
 
 
 @dataclass(frozen=True)

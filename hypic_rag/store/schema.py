@@ -114,6 +114,7 @@ class Chunk(Base):
     token_digest: Mapped[str] = mapped_column(index=True)
     embedding: Mapped[bytes]
     details: Mapped[dict[str, Any]] = mapped_column("metadata", PortableJson)
+    name: Mapped[str | None] = mapped_column(index=True)
 
 
 class State(Base):

@@ -222,17 +222,46 @@ class SegmentStore:
             ConfigError: an embedding has another dimension than the store.
         """
         self._require_writable()
-        for ordinal, chunk in enumerate(chunks):
-            if len(chunk.embedding) != self._settings.dimension:
-                raise ConfigError(
-                    f"The store holds vectors of dimension {self._settings.dimension}, but chunk "
-                    f"{ordinal} of {document.source!r} has one of {len(chunk.embedding)}."
-                )
+        self._check_dimensions(document, chunks)
         with self._catalog.write() as view:
             document_id = view.put_document(document, chunks)
         self._chunks_changed = True
         self._delete_doomed()
         return document_id
+
+    def put_chunks(self, document: DocumentRecord, chunks: Sequence[ChunkRecord]) -> int:
+        """Add chunks to a document, or replace those of the same name.
+
+        The document is made if there's none; otherwise it stays as it is, but for the digest of
+        its content and the time of its change, which are forgotten: it now has other chunks than
+        those that were made from it. A chunk replaces the tenant's one of the same ``name``, also
+        one of another document. That's one transaction. Afterwards, states are deleted that only
+        the replaced chunks needed. Returns the document's id.
+
+        Raises:
+            ConfigError: an embedding has another dimension than the store, or two chunks have the
+                same name.
+        """
+        self._require_writable()
+        self._check_dimensions(document, chunks)
+        with self._catalog.write() as view:
+            document_id = view.put_chunks(document, chunks)
+        self._chunks_changed = True
+        self._delete_doomed()
+        return document_id
+
+    def delete_chunks(self, ids: Iterable[int], tenant: str = "") -> int:
+        """Delete chunks, the documents that lose their last one, and what states only they needed.
+
+        Those that don't exist, or are another tenant's, are left alone. Returns how many there
+        were.
+        """
+        self._require_writable()
+        with self._catalog.write() as view:
+            deleted = view.delete_chunks(list(ids), tenant)
+        self._chunks_changed |= deleted > 0
+        self._delete_doomed()
+        return deleted
 
     def delete_document(self, source: str, tenant: str = "") -> bool:
         """Delete a document, its chunks, and the states that only they needed.
@@ -272,6 +301,27 @@ class SegmentStore:
         """
         with self._read() as view:
             return view.chunks(list(ids), tenant)
+
+    def named_chunks(self, names: Iterable[str], tenant: str = "") -> list[StoredChunk]:
+        """The chunks called ``names``, in this order; names that don't exist are left out."""
+        with self._read() as view:
+            return view.named_chunks(list(names), tenant)
+
+    def find_chunks(self, tenant: str = "", filters: Condition | None = None) -> list[StoredChunk]:
+        """All chunks that ``filters`` are true of, by document and in its order."""
+        with self._read() as view:
+            return view.find_chunks(tenant, filters)
+
+    def embeddings(self, ids: Iterable[int], tenant: str = "") -> dict[int, NDArray[np.float32]]:
+        """The embeddings of chunks by id; those of other tenants are left out."""
+        with self._read() as view:
+            known = [chunk.id for chunk in view.chunks(list(ids), tenant)]
+            batches = list(view.embeddings_of(np.array(known, dtype=np.int64)))
+        return {
+            int(chunk_id): vector
+            for found, vectors in batches
+            for chunk_id, vector in zip(found, vectors, strict=True)
+        }
 
     def chunks_of(self, document_id: int, tenant: str = "") -> list[StoredChunk]:
         """The chunks of a document, in its order; none if it's another tenant's."""
@@ -509,6 +559,14 @@ class SegmentStore:
             raise StoreAccessError(
                 f"The store {self._path} was opened for reading only; open it for writing."
             )
+
+    def _check_dimensions(self, document: DocumentRecord, chunks: Sequence[ChunkRecord]) -> None:
+        for ordinal, chunk in enumerate(chunks):
+            if len(chunk.embedding) != self._settings.dimension:
+                raise ConfigError(
+                    f"The store holds vectors of dimension {self._settings.dimension}, but chunk "
+                    f"{ordinal} of {document.source!r} has one of {len(chunk.embedding)}."
+                )
 
     def _query_vector(self, query: ArrayLike) -> NDArray[np.float32]:
         vector = np.ascontiguousarray(query, dtype=np.float32)

@@ -36,7 +36,7 @@ from sqlalchemy.orm import InstrumentedAttribute
 from sqlalchemy.pool import NullPool, QueuePool
 
 from hypic_rag.errors import HypicError, StoreAccessError, StoreFormatError
-from hypic_rag.store.filters import AllOf, Condition, Filter, Scalar
+from hypic_rag.store.filters import AllOf, AnyOf, Condition, Filter, Scalar
 from hypic_rag.store.records import STORE_FORMAT, encode_json
 from hypic_rag.store.schema import Chunk, Document
 
@@ -88,6 +88,7 @@ def connect_engine(path: Path, *, read_only: bool = False) -> Engine:
 
     @event.listens_for(engine, "connect")
     def configure(connection: sqlite3.Connection, _record: object) -> None:
+        connection.create_function("casefold", 1, _casefold, deterministic=True)
         connection.execute("PRAGMA foreign_keys = ON")
         if read_only:
             connection.execute("PRAGMA query_only = ON")
@@ -101,6 +102,11 @@ def connect_engine(path: Path, *, read_only: bool = False) -> Engine:
         connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
 
     return engine
+
+
+def _casefold(value: object) -> str | None:
+    """SQLite's own ``lower`` knows ASCII alone."""
+    return value.casefold() if isinstance(value, str) else None
 
 
 def _connect(path: Path, options: str) -> sqlite3.Connection:
@@ -230,21 +236,30 @@ def condition_sql(condition: Condition) -> ColumnElement[bool]:
     """``condition`` over a row of ``chunks`` joined with ``documents``."""
     if isinstance(condition, Filter):
         return _filter_sql(condition)
-    parts = [condition_sql(part) for part in condition.conditions]
-    return and_(true(), *parts) if isinstance(condition, AllOf) else or_(false(), *parts)
+    if isinstance(condition, AllOf):
+        return and_(true(), *(condition_sql(part) for part in condition.conditions))
+    if isinstance(condition, AnyOf):
+        return or_(false(), *(condition_sql(part) for part in condition.conditions))
+    return not_(condition_sql(condition.condition))
 
 
 def _filter_sql(condition: Filter) -> ColumnElement[bool]:
     if condition.op in ("ne", "nin"):
         positive: Any = "eq" if condition.op == "ne" else "in"
         return not_(_filter_sql(Filter(condition.field, positive, condition.value)))
+    if condition.op == "empty" and condition.value:
+        return not_(_filter_sql(Filter(condition.field, "empty", False)))
     built_in: dict[str, tuple[ColumnElement[Any], str]] = {
         "source": (Document.source.expression, "text"),
         "title": (Document.title.expression, "text"),
         "document_id": (Document.id.expression, "integer"),
+        "chunk_id": (Chunk.id.expression, "integer"),
+        "chunk_name": (Chunk.name.expression, "text"),
     }
     if condition.field in built_in:
         value, kind = built_in[condition.field]
+        if condition.field == "chunk_name":
+            value = func.coalesce(value, "")
         return _compare(condition, value, literal_column(f"'{kind}'", String))
     return or_(
         _holds(Chunk.details, condition.field, condition),
@@ -287,6 +302,12 @@ def _compare(
     if condition.op in ("eq", "in"):
         return or_(false(), *_equals_any(condition.values, value, kind))
     wanted = condition.values[0]
+    if condition.op == "empty":
+        return case(
+            (kind == "text", value != ""), (kind == "array", value != "[]"), else_=kind != "null"
+        )
+    if condition.op == "icontains":
+        return and_(kind == "text", func.instr(func.casefold(value), str(wanted).casefold()) > 0)
     compared = {
         "gt": value > wanted,
         "gte": value >= wanted,

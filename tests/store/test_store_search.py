@@ -22,6 +22,7 @@ from hypic_rag.store import (
     DocumentRecord,
     Filter,
     Hit,
+    Not,
     SegmentStore,
     StoreSettings,
 )
@@ -390,6 +391,8 @@ def holds(condition: Condition, fields: dict[str, Any]) -> bool:
         return all(holds(part, fields) for part in condition.conditions)
     if isinstance(condition, AnyOf):
         return any(holds(part, fields) for part in condition.conditions)
+    if isinstance(condition, Not):
+        return not holds(condition.condition, fields)
     value, op = fields.get(condition.field), condition.op
     if op in ("eq", "in"):
         return any(equal(value, wanted) for wanted in condition.values)
@@ -400,6 +403,10 @@ def holds(condition: Condition, fields: dict[str, Any]) -> bool:
         if isinstance(value, list):
             return any(equal(element, wanted) for element in value)
         return isinstance(value, str) and isinstance(wanted, str) and wanted in value
+    if op == "empty":
+        return (value is None or value == "" or value == []) == wanted
+    if op == "icontains":
+        return isinstance(value, str) and wanted.casefold() in value.casefold()
     if kind(value) != kind(wanted):
         return False
     return {
@@ -429,6 +436,8 @@ def comparisons() -> st.SearchStrategy[Condition]:
             Filter, field, st.sampled_from(["gt", "gte", "lt", "lte"]), st.sampled_from(ordered)
         ),
         st.builds(Filter, field, st.sampled_from(["in", "nin"]), st.lists(value, max_size=4)),
+        st.builds(Filter, field, st.just("empty"), st.booleans()),
+        st.builds(Filter, field, st.just("icontains"), st.sampled_from(["A", "b", "É", "STRASSE"])),
     )
 
 
@@ -437,6 +446,7 @@ CONDITIONS: st.SearchStrategy[Condition] = st.recursive(
     lambda inner: st.one_of(
         st.builds(AllOf, st.lists(inner, max_size=3).map(tuple)),
         st.builds(AnyOf, st.lists(inner, max_size=3).map(tuple)),
+        st.builds(Not, inner),
     ),
     max_leaves=6,
 )

@@ -61,6 +61,7 @@ def upgrade() -> None:
         sa.Column("token_digest", sa.String(), nullable=False),
         sa.Column("embedding", sa.LargeBinary(), nullable=False),
         sa.Column("metadata", _json(), nullable=False),
+        sa.Column("name", sa.String(), nullable=True),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_chunks")),
         sa.ForeignKeyConstraint(
             ["document_id"],
@@ -72,6 +73,7 @@ def upgrade() -> None:
         sqlite_autoincrement=True,
     )
     op.create_index(op.f("ix_chunks_token_digest"), "chunks", ["token_digest"])
+    op.create_index(op.f("ix_chunks_name"), "chunks", ["name"])
     op.create_table(
         "states",
         sa.Column("digest", sa.String(), nullable=False),
