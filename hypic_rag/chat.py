@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hypic_rag.answers import Answer, Source
@@ -11,7 +12,13 @@ from hypic_rag.engine.assemble import Request
 from hypic_rag.engine.context import Context
 from hypic_rag.errors import ConfigError
 from hypic_rag.ingest.fusion import reciprocal_rank_fusion
-from hypic_rag.knowledge_base import AnswerStream, KnowledgeBase, Passage
+from hypic_rag.knowledge_base import (
+    AnswerStream,
+    KnowledgeBase,
+    Passage,
+    answer_room,
+    encoded_tokens,
+)
 from hypic_rag.store import Condition
 
 __all__ = ["ChatSession", "Turn"]
@@ -31,20 +38,26 @@ class ChatSession:
 
     The session keeps its own finished cache. A turn appends what's new: passages that the
     conversation hasn't seen, and the question. When the model's context is full, the oldest turns
-    are dropped and the cache is rebuilt from the states of the passages that stay.
+    are dropped and the cache is rebuilt from the states of the passages that stay. In the mode
+    ``full`` every turn recomputes the whole conversation.
 
-    One turn at a time: start the next one when the answer's stream has ended or was closed.
+    One turn at a time: start the next one when the answer's stream has ended or was stopped.
     """
 
     def __init__(
-        self, kb: KnowledgeBase, *, top_k: int, mode: Mode, sampling: Sampling | None
+        self,
+        kb: KnowledgeBase,
+        *,
+        top_k: int,
+        mode: Mode,
+        sampling: Sampling | None,
+        passages: list[Passage] | None = None,
     ) -> None:
-        if mode is Mode.FULL:
-            raise ConfigError("A conversation continues a cache, so it can't have the mode 'full'.")
         self._kb = kb
         self._top_k = top_k
         self._mode = mode
         self._sampling = sampling or Sampling()
+        self._given = passages
         self._busy = False
         self.reset()
 
@@ -55,28 +68,62 @@ class ChatSession:
         self._lead: tuple[int, ...] = ()
         self._remembered = 0  # turns whose tokens the context holds
 
-    def ask(self, question: str, filters: Condition | None = None) -> Answer:
-        """The next turn; see :meth:`KnowledgeBase.ask`."""
-        return self.stream(question, filters).finish()
+    @property
+    def context(self) -> Context | None:
+        """The cache of the conversation so far, if there's one; not to be changed."""
+        return self._context
 
-    def stream(self, question: str, filters: Condition | None = None) -> AnswerStream:
-        """The next turn, piece by piece."""
+    def restore(self, history: Iterable[tuple[str, str]], filters: Condition | None = None) -> None:
+        """Take up a conversation that was held elsewhere: questions and answers, oldest first.
+
+        The passages of each turn are retrieved again. The next turn then builds the cache, from
+        states that are stored.
+        """
+        self.reset()
+        for question, answer in history:
+            passages = self._new_passages(self._retrieve(question, filters))
+            said = self._kb.prompt.text(answer)
+            self.turns = [*self.turns, Turn(tuple(passages), question, said)]
+
+    def ask(
+        self,
+        question: str,
+        filters: Condition | None = None,
+        sampling: Sampling | None = None,
+        passages: Sequence[Passage] | None = None,
+    ) -> Answer:
+        """The next turn; see :meth:`KnowledgeBase.ask` and :meth:`stream`."""
+        return self.stream(question, filters, sampling, passages).finish()
+
+    def stream(
+        self,
+        question: str,
+        filters: Condition | None = None,
+        sampling: Sampling | None = None,
+        passages: Sequence[Passage] | None = None,
+    ) -> AnswerStream:
+        """The next turn, piece by piece.
+
+        ``sampling`` is for this turn only. So are ``passages``, which are then taken instead of
+        retrieved ones; those that the conversation has seen already aren't repeated.
+        """
         if self._busy:
             raise ConfigError("The last turn hasn't ended: finish or close its stream first.")
         started = time.perf_counter()
-        sources = self._retrieve(question, filters)
-        passages = self._new_passages(sources)
-        passages = self._make_room(question, passages, sources)
+        sources = self._retrieve(question, filters) if passages is None else _sources_of(passages)
+        chosen = sampling or self._sampling
+        fresh, computed = self._make_room(question, self._new_passages(sources), sources, chosen)
         self._busy = True
         try:
             stream = self._kb.stream_from(
                 question,
-                passages,
+                fresh,
                 mode=self._mode,
-                sampling=self._sampling,
+                sampling=chosen,
                 started=started,
                 behind=self._context,
                 lead=self._lead,
+                computed=computed,
                 on_end=lambda ended: self._remember(question, ended),
             )
         except BaseException:
@@ -87,6 +134,8 @@ class ChatSession:
 
     def _retrieve(self, question: str, filters: Condition | None) -> list[Source]:
         """Chunks for the question alone and, since it may lean on the last one, for both."""
+        if self._given is not None:
+            return _sources_of(self._given)
         alone = self._kb.retrieve(question, self._top_k, filters)
         if not self.turns:
             return alone
@@ -102,22 +151,26 @@ class ChatSession:
         return [Passage(source.text, source) for source in sources if source.text not in seen]
 
     def _make_room(
-        self, question: str, passages: list[Passage], sources: list[Source]
-    ) -> list[Passage]:
-        """Drop the oldest turns until the next one fits, and rebuild the cache behind the rest."""
+        self, question: str, passages: list[Passage], sources: list[Source], sampling: Sampling
+    ) -> tuple[list[Passage], int]:
+        """Drop the oldest turns until the next one fits, and rebuild the cache if need be.
+
+        Returns the passages that are new then, and how many tokens the rebuilding computed.
+        """
+        limit = self._kb.model.context_length
+        room = limit - answer_room(sampling, limit)
         kept = list(self.turns)
-        while kept and self._length(question, passages, kept) > self._kb.model.context_length:
+        while kept and self._length(question, passages, kept) > room:
             kept.pop(0)
             self.turns = kept
             passages = self._new_passages(sources)
-        if self._context is not None and len(kept) < self._remembered:
-            self._rebuild()
-        return passages
+        computed = self._rebuild() if len(kept) != self._remembered else 0
+        return passages, computed
 
     def _length(self, question: str, passages: list[Passage], turns: list[Turn]) -> int:
-        """Tokens of the whole prompt behind ``turns``, with room for an answer."""
+        """Tokens of the whole prompt behind ``turns``."""
         prompt = self._kb.prompt
-        total = len(prompt.prefix(self._kb.system_prompt)) + self._sampling.max_tokens
+        total = len(prompt.prefix(self._kb.system_prompt))
         for turn in turns:
             total += len(prompt.question(turn.question)) + len(turn.answer_ids)
             total += len(prompt.next_turn)
@@ -125,22 +178,42 @@ class ChatSession:
         total += sum(len(self._kb.segment_of(passage)) for passage in passages)
         return total + len(prompt.question(question))
 
-    def _rebuild(self) -> None:
-        """The context behind the turns that stay, from their passages' states."""
+    def _rebuild(self) -> int:
+        """Build the context behind the turns that stay, from their passages' states.
+
+        Returns how many tokens were computed.
+        """
         kb = self._kb
         self._context, self._lead = None, ()
-        cache, seam = kb.segment_cache(), self._mode.seam(kb.store.settings.seam)
-        context: Context | None = None
+        self._remembered = len(self.turns)
+        if not self.turns:
+            return 0
+        context, fresh = kb.prefix(kb.system_prompt)
+        computed = context.length if fresh else 0
         for turn in self.turns:
-            base = context or kb.prefix(kb.system_prompt)[0]
-            segments = tuple(kb.segment_of(passage) for passage in turn.passages)
-            states = cache.fetch(segments, seam).states
-            said = (*kb.prompt.question(turn.question), *turn.answer_ids)
-            request = Request(segments, states, said, base, self._lead)
-            context = kb.engine.assemble([request], self._mode)[0].context
+            context, cost = self._behind(context, turn)
+            computed += cost
             self._lead = kb.prompt.next_turn
         self._context = context
-        self._remembered = len(self.turns)
+        return computed
+
+    def _behind(self, base: Context, turn: Turn) -> tuple[Context, int]:
+        """The context behind one more turn, and how many tokens were computed for it."""
+        kb = self._kb
+        segments = tuple(kb.segment_of(passage) for passage in turn.passages)
+        said = (*kb.prompt.question(turn.question), *turn.answer_ids)
+        if self._mode is Mode.FULL:
+            # The ids are all that a full recompute takes from what's in front.
+            nothing = (None,) * len(segments)
+            ids = Request(segments, nothing, said, base, self._lead).token_ids
+            return Context(ids, None, base.logits), 0
+        cache, seam = kb.segment_cache(), self._mode.seam(kb.store.settings.seam)
+        with cache.lease(segments, seam):
+            fetched = cache.fetch(segments, seam)
+            request = Request(segments, fetched.states, said, base, self._lead)
+            assembly = kb.engine.assemble([request], self._mode)[0]
+        encoded = encoded_tokens(fetched, segments, seam)
+        return assembly.context, assembly.plan.computed + encoded
 
     def _remember(self, question: str, stream: AnswerStream) -> None:
         """Take the context over, with the answer in it as far as it was generated."""
@@ -154,3 +227,10 @@ class ChatSession:
         self.turns = [*self.turns, Turn(stream.passages, question, answer)]
         self._remembered = len(self.turns)
         self._busy = False
+
+
+def _sources_of(passages: Sequence[Passage]) -> list[Source]:
+    return [
+        passage.source or Source("", index, 0.0, passage.text)
+        for index, passage in enumerate(passages)
+    ]

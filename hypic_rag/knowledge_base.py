@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +39,8 @@ DEFAULT_SYSTEM_PROMPT = (
 )
 _CANDIDATES = 50
 """Chunks that each ranking contributes to the fused one."""
+_ENCODE_TOKENS = 8192
+"""Tokens of one pass of :meth:`KnowledgeBase.encode`."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,27 @@ class KnowledgeBase:
         """Close the store; what's pending is written."""
         self.store.close()
 
+    def share(
+        self, *, tenant: str | None = None, system_prompt: str | None = None
+    ) -> KnowledgeBase:
+        """The same store and model for another tenant, or with another system prompt.
+
+        What isn't given stays as it is here. It costs no memory but the prompt's own states.
+        Closing any of those that share a store closes it for all.
+        """
+        shared = KnowledgeBase(
+            self.store,
+            self.model,
+            self.embedder,
+            system_prompt=self.system_prompt if system_prompt is None else system_prompt,
+            tenant=self.tenant if tenant is None else tenant,
+        )
+        conditioning = self.store.settings.conditioning
+        with self._lock:
+            if conditioning in self._prefixes:
+                shared._prefixes[conditioning] = self._prefixes[conditioning]
+        return shared
+
     def __enter__(self) -> Self:
         return self
 
@@ -207,6 +230,30 @@ class KnowledgeBase:
             if self._cache is None:
                 self._cache = SegmentCache(self.engine, self.store, context, self.tenant)
             return self._cache
+
+    def encode(self, texts: Iterable[str]) -> int:
+        """See to it that the states of ``texts`` are stored; returns how many tokens were encoded.
+
+        Each text is encoded exactly as a passage of the same text is read. Passes are of bounded
+        size, so an interruption loses little.
+
+        Raises:
+            StoreAccessError: the store can't be written.
+        """
+        cache, seam = self.segment_cache(), self.store.settings.seam
+        wanted = [self.prompt.segment(text) for text in dict.fromkeys(texts)]
+        missing = cache.missing(wanted, seam)
+        batch: list[Segment] = []
+        size = 0
+        for segment in missing:
+            if batch and size + len(segment) > _ENCODE_TOKENS:
+                cache.encode(batch, seam)
+                batch, size = [], 0
+            batch.append(segment)
+            size += len(segment)
+        if batch:
+            cache.encode(batch, seam)
+        return sum(len(segment) for segment in missing)
 
     def warm(self) -> None:
         """Do now what the first question would otherwise wait for."""
@@ -321,6 +368,7 @@ class KnowledgeBase:
         started: float | None = None,
         behind: Context | None = None,
         lead: tuple[int, ...] = (),
+        computed: int = 0,
         on_end: Callable[[AnswerStream], None] | None = None,
     ) -> AnswerStream:
         """Like :meth:`answer_from`, piece by piece.
@@ -330,21 +378,33 @@ class KnowledgeBase:
             started: when the caller began (``time.perf_counter()``), for the timings.
             behind: a finished context to continue instead of the resident system prompt.
             lead: token ids between ``behind`` and the passages.
+            computed: tokens of ``behind`` that had to run for this request.
             on_end: called when the answer ends, also when the caller stops in the middle.
         """
         began = time.perf_counter()
         clock = _Clock(started=began if started is None else started, retrieved=began)
         chosen = Mode.FULL if exact else Mode.parse(mode)
         work = _Work(self, question, _passages(passages), chosen, sampling or Sampling(), on_end)
-        return work.start(clock, behind, lead)
+        return work.start(clock, behind, lead, computed)
 
     def chat(
-        self, *, top_k: int = 5, mode: Mode | str = Mode.SEAM, sampling: Sampling | None = None
+        self,
+        *,
+        top_k: int = 5,
+        mode: Mode | str = Mode.SEAM,
+        sampling: Sampling | None = None,
+        passages: Sequence[Passage | str] | None = None,
     ) -> ChatSession:
-        """A conversation over the store; each turn continues the last one's cache."""
+        """A conversation; each turn continues the last one's cache.
+
+        It's about the store or, if ``passages`` are given, about these alone.
+        """
         from hypic_rag.chat import ChatSession
 
-        return ChatSession(self, top_k=top_k, mode=Mode.parse(mode), sampling=sampling)
+        given = None if passages is None else _passages(passages)
+        return ChatSession(
+            self, top_k=top_k, mode=Mode.parse(mode), sampling=sampling, passages=given
+        )
 
     def segment_of(self, passage: Passage) -> Segment:
         """The segment for a passage, tokenised by this model."""
@@ -371,7 +431,9 @@ class _Work:
     on_end: Callable[[AnswerStream], None] | None
     warnings: list[str] = field(default_factory=list)
 
-    def start(self, clock: _Clock, behind: Context | None, lead: tuple[int, ...]) -> AnswerStream:
+    def start(
+        self, clock: _Clock, behind: Context | None, lead: tuple[int, ...], before: int
+    ) -> AnswerStream:
         kb = self.kb
         asked = kb.prompt.question(self.question)
         base, fresh = (behind, False) if behind else kb.prefix(kb.system_prompt)
@@ -392,7 +454,7 @@ class _Work:
                 request = Request(tuple(segments), fetched.states, asked, base, lead)
                 assembly = kb.engine.assemble([request], self.mode)[0]
             context = assembly.context
-            computed = assembly.plan.computed + _interiors(fetched, segments, seam)
+            computed = before + assembly.plan.computed + encoded_tokens(fetched, segments, seam)
             computed += base.length if fresh else 0
             self._explain(fetched, segments)
         clock.prefilled = time.perf_counter()
@@ -407,7 +469,7 @@ class _Work:
                 f"The question and what stands before it have {others} tokens, but the model's "
                 f"context holds {limit}: ask a shorter question."
             )
-        room = limit - others - min(self.sampling.max_tokens, max(1, limit // 8))
+        room = limit - others - answer_room(self.sampling, limit)
         kept = 0
         for segment in segments:
             if len(segment) > room:
@@ -445,6 +507,7 @@ class AnswerStream:
             for index, passage in enumerate(work.passages)
         )
         self.token_ids: list[int] = []
+        self._text: list[str] = []
         self._work = work
         self._counts = counts
         self._clock = clock
@@ -461,6 +524,15 @@ class AnswerStream:
             pass
         return self.answer
 
+    def stop(self) -> Answer:
+        """End the answer here; what was generated so far is the answer."""
+        self._pieces.close()
+        if self._answer is None:
+            self._first = self._first or time.perf_counter()
+            self._answer = self._finished()
+            self._end()
+        return self._answer
+
     @property
     def answer(self) -> Answer:
         """The whole answer; raises :class:`ConfigError` while it's still being generated."""
@@ -468,18 +540,22 @@ class AnswerStream:
             raise ConfigError("The answer isn't finished: iterate over the stream to its end.")
         return self._answer
 
-    def _run(self) -> Iterator[str]:
+    def _run(self) -> Generator[str]:
         kb, sampling = self._work.kb, self._work.sampling
         tokens = self._timed(kb.engine.generate(self.context, sampling))
-        text = []
         try:
             for piece in stream_text(kb.prompt, tokens, self.token_ids):
-                text.append(piece)
+                self._text.append(piece)
                 yield piece
-            self._answer = self._finished("".join(text))
+            self._answer = self._finished()
         finally:
-            if self._work.on_end:
-                self._work.on_end(self)
+            self._end()
+
+    def _end(self) -> None:
+        """Tell whoever waits for the end, once."""
+        on_end, self._work.on_end = self._work.on_end, None
+        if on_end:
+            on_end(self)
 
     def _timed(self, tokens: Iterable[int]) -> Iterator[int]:
         for token in tokens:
@@ -487,7 +563,7 @@ class AnswerStream:
             yield token
         self._first = self._first or time.perf_counter()
 
-    def _finished(self, text: str) -> Answer:
+    def _finished(self) -> Answer:
         clock, counts = self._clock, self._counts
         ended = time.perf_counter()
         timings = Timings(
@@ -499,7 +575,7 @@ class AnswerStream:
         )
         generated = TokenCounts(counts.prompt, counts.reused, counts.computed, len(self.token_ids))
         return Answer(
-            text=text.strip(),
+            text="".join(self._text).strip(),
             sources=self.sources,
             tokens=generated,
             timings=timings,
@@ -508,11 +584,16 @@ class AnswerStream:
         )
 
 
+def answer_room(sampling: Sampling, limit: int) -> int:
+    """Tokens to keep free for an answer in a context of ``limit`` tokens."""
+    return min(sampling.max_tokens, max(1, limit // 8))
+
+
 def _passages(passages: Sequence[Passage | str]) -> list[Passage]:
     return [Passage(item) if isinstance(item, str) else item for item in passages]
 
 
-def _interiors(fetched: Fetched, segments: Sequence[Segment], seam: Seam) -> int:
+def encoded_tokens(fetched: Fetched, segments: Sequence[Segment], seam: Seam) -> int:
     """Interior tokens of the segments that were encoded for this request."""
     total = 0
     for segment, encoded in zip(segments, fetched.encoded, strict=True):

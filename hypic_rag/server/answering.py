@@ -1,0 +1,150 @@
+"""Answers as a series of events, made in the worker's thread."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hypic_rag.answers import Answer, Source
+from hypic_rag.chat import ChatSession
+from hypic_rag.knowledge_base import AnswerStream, KnowledgeBase
+from hypic_rag.server.protocol import ChatCall
+from hypic_rag.server.sessions import SessionPool, session_key
+from hypic_rag.server.text import AnswerText
+
+__all__ = ["Answering", "Event", "Finished", "Piece", "Started"]
+
+Conversation = Literal["new", "continued", "rebuilt"]
+_MAX_VIEWS = 32
+
+
+@dataclass(frozen=True)
+class Started:
+    """The prompt is prefilled; ``documents`` are the ids of the sources' documents."""
+
+    sources: tuple[Source, ...]
+    documents: tuple[int | None, ...]
+    conversation: Conversation
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The answer has ended; ``text`` is the whole of it, as it was sent."""
+
+    answer: Answer
+    text: str
+    reason: Literal["stop", "length"]
+
+
+Event = Started | Piece | Finished
+
+
+class Answering:
+    """Answers calls of all tenants.
+
+    Args:
+        kb: the knowledge base; tenants see its store as their own.
+        pool: keeps conversations between their turns.
+    """
+
+    def __init__(self, kb: KnowledgeBase, pool: SessionPool) -> None:
+        self._kb = kb
+        self._pool = pool
+        self._views: OrderedDict[tuple[str, str | None], KnowledgeBase] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def view(self, tenant: str, system_prompt: str | None = None) -> KnowledgeBase:
+        """The knowledge base as a tenant sees it, with a system prompt."""
+        with self._lock:
+            key = (tenant, system_prompt)
+            view = self._views.pop(key, None)
+            if view is None:
+                view = self._kb.share(tenant=tenant, system_prompt=system_prompt)
+            self._views[key] = view
+            while len(self._views) > _MAX_VIEWS:
+                self._views.popitem(last=False)
+            return view
+
+    def answer(self, tenant: str, call: ChatCall) -> Iterator[Event]:
+        """The events of one answer, in order: Started, any number of Pieces, Finished.
+
+        Whoever closes the iterator early abandons the answer; the conversation's cache goes too.
+        """
+        kb = self.view(tenant, call.system_prompt)
+        identity = _identity(tenant, kb, call)
+        session, conversation = self._session(kb, call, identity)
+        stream = session.stream(call.question, call.filters, call.sampling)
+        try:
+            yield Started(stream.sources, _documents(kb, stream.sources), conversation)
+            text = AnswerText(call.stops)
+            for piece in stream:
+                if given := text.feed(piece):
+                    yield Piece(given)
+                if text.stopped:
+                    break
+            if rest := text.end():
+                yield Piece(rest)
+            answer = stream.stop()
+            if not text.stopped:
+                # Behind a stop sequence the cache holds more than the client has seen.
+                said = [*call.history, (call.question, text.text)]
+                self._pool.put(session_key(identity, said), session)
+            reason = "stop" if text.stopped else _reason(kb, stream, call)
+            yield Finished(answer, text.text, reason)
+        finally:
+            stream.stop()
+
+    def _session(
+        self, kb: KnowledgeBase, call: ChatCall, identity: list[Any]
+    ) -> tuple[ChatSession, Conversation]:
+        if call.history:
+            kept = self._pool.take(session_key(identity, list(call.history)))
+            if kept is not None and _is_current(kb, kept):
+                return kept, "continued"
+        session = kb.chat(
+            top_k=call.top_k, mode=call.mode, sampling=call.sampling, passages=call.passages
+        )
+        if call.history:
+            session.restore(call.history, call.filters)
+        return session, "rebuilt" if call.history else "new"
+
+
+def _identity(tenant: str, kb: KnowledgeBase, call: ChatCall) -> list[Any]:
+    """What makes two conversations different although the same was said in them."""
+    passages = None
+    if call.passages is not None:
+        passages = [passage.text for passage in call.passages]
+    return [tenant, kb.system_prompt, call.mode, call.top_k, repr(call.filters), passages]
+
+
+def _documents(kb: KnowledgeBase, sources: tuple[Source, ...]) -> tuple[int | None, ...]:
+    ids = [source.id for source in sources if source.id is not None]
+    documents = {chunk.id: chunk.document_id for chunk in kb.store.chunks(ids, kb.tenant)}
+    return tuple(documents.get(source.id) if source.id else None for source in sources)
+
+
+def _is_current(kb: KnowledgeBase, session: ChatSession) -> bool:
+    """Whether every passage that the conversation has read is still in the store."""
+    read = {
+        passage.source.id
+        for turn in session.turns
+        for passage in turn.passages
+        if passage.source is not None and passage.source.id is not None
+    }
+    return len(kb.store.chunks(read, kb.tenant)) == len(read)
+
+
+def _reason(kb: KnowledgeBase, stream: AnswerStream, call: ChatCall) -> Literal["stop", "length"]:
+    generated = len(stream.token_ids)
+    limit = min(call.sampling.max_tokens, kb.model.context_length - stream.context.length)
+    return "length" if generated >= limit else "stop"

@@ -1,0 +1,192 @@
+"""``hypic-rag serve``: a store over HTTP."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hypic_rag.config import Mode, Settings
+from hypic_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hypic_rag.knowledge_base import KnowledgeBase
+    from hypic_rag.server.settings import ServerSettings
+
+__all__ = ["run", "serve"]
+
+_MB = 1 << 20
+_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+
+
+def serve(
+    store: Annotated[Path, typer.Option("--store", help="Folder of the store.")],
+    host: Annotated[str, typer.Option("--host", help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = (
+        8000
+    ),
+    api_keys: Annotated[
+        Path | None,
+        typer.Option("--api-keys", help="File (TOML) of API keys, each with its tenant."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="Hub name or folder; 'small' is the model that ships here."),
+    ] = None,
+    model_name: Annotated[
+        str | None, typer.Option("--model-name", help="What clients call the model.")
+    ] = None,
+    system_prompt: Annotated[
+        str | None, typer.Option("--system-prompt", help="Text, or @FILE to read it from a file.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", help="Chunks to answer from. [default: 5]")
+    ] = None,
+    mode: Annotated[
+        str | None, typer.Option("--mode", help=f"One of {', '.join(Mode)}. [default: seam]")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", help="Tokens of an answer, if none are asked for.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(help="Answers that are generated in turns.")] = 4,
+    queue: Annotated[int, typer.Option(help="Requests that may wait; more are refused.")] = 32,
+    timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 120.0,
+    upload_mb: Annotated[int, typer.Option(help="Largest upload, in MB.")] = 64,
+    session_mb: Annotated[int, typer.Option(help="Memory for conversations' caches, in MB.")] = (
+        1024
+    ),
+    state_mb: Annotated[
+        int | None, typer.Option(help="Disk space for segment states, in MB. [default: no limit]")
+    ] = None,
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Never write: no uploads, no new states.")
+    ] = False,
+    open_to_all: Annotated[
+        bool,
+        typer.Option("--no-keys", help="Allow other machines to ask without an API key."),
+    ] = False,
+    device: Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")
+    ] = None,
+    tenant: Annotated[
+        str | None, typer.Option("--tenant", help="Whose documents, without API keys.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="Settings file (TOML).")] = None,
+) -> None:
+    """Serve a store: OpenAI's chat protocol, documents, metrics and a chat page."""
+    settings = Settings.load(config)
+    require_server_packages()
+    from transformers.utils import logging as library
+
+    library.set_verbosity_error()
+    library.disable_progress_bar()
+    from hypic_rag.engine.engine import load_model
+    from hypic_rag.knowledge_base import KnowledgeBase
+    from hypic_rag.server.settings import ApiKeys, ServerSettings
+    from hypic_rag.store import SegmentStore
+
+    keys = None if api_keys is None else ApiKeys.load(api_keys)
+    if keys is not None and tenant is not None:
+        raise ConfigError("With --api-keys every key has its own tenant: leave --tenant out.")
+    if keys is None and not open_to_all and not _is_loopback(host):
+        raise ConfigError(
+            f"Listening at {host} lets other machines in: give --api-keys, or --no-keys if "
+            "everyone may ask and upload."
+        )
+    served = ServerSettings(
+        keys=keys,
+        hosts=None if open_to_all else tuple(dict.fromkeys((*_LOOPBACK, host.lower()))),
+        model_name=model_name,
+        top_k=settings.top_k if top_k is None else top_k,
+        mode=Mode.parse(mode or settings.mode),
+        max_tokens=settings.max_tokens if max_tokens is None else max_tokens,
+        concurrency=concurrency,
+        queue=queue,
+        timeout_s=timeout,
+        upload_bytes=upload_mb * _MB,
+        session_bytes=session_mb * _MB,
+        state_bytes=None if state_mb is None else state_mb * _MB,
+    )
+    if not (store.is_dir() and any(store.iterdir())):
+        SegmentStore.open(store)  # says what's wrong with the folder
+    with SegmentStore.open(store, read_only=True) as opened:
+        named = model or settings.model or opened.settings.model or "small"
+    loaded = load_model(named, device=device or settings.device, dtype=dtype or settings.dtype)
+    prompt = settings.system_prompt if system_prompt is None else system_prompt
+    with KnowledgeBase.open(
+        store,
+        loaded,
+        system_prompt=_text(prompt),
+        tenant=settings.tenant if tenant is None else tenant,
+        create=False,
+        read_only=read_only,
+    ) as kb:
+        run(kb, served, host, port)
+
+
+def run(kb: KnowledgeBase, settings: ServerSettings, host: str, port: int) -> None:
+    """Serve until interrupted; requests that run then may finish within a few seconds."""
+    require_server_packages()
+    import uvicorn
+
+    from hypic_rag.server.app import create_app
+
+    class Announcing(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            for listener in self.servers:
+                for opened in listener.sockets:
+                    name, number = opened.getsockname()[:2]
+                    shown = f"[{name}]" if ":" in name else name
+                    print(f"hypic_rag is at http://{shown}:{number}/", file=sys.stderr)
+
+    config = uvicorn.Config(
+        create_app(kb, settings),
+        host=host.strip("[]"),
+        port=port,
+        log_level="warning",
+        timeout_graceful_shutdown=10,
+        server_header=False,
+    )
+    Announcing(config).run()
+
+
+def require_server_packages() -> None:
+    """Say how to install what's missing.
+
+    Raises:
+        ConfigError: a package of the extra ``server`` isn't installed.
+    """
+    from importlib.util import find_spec
+
+    needed = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
+    missing = [name for name in needed if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"Serving needs {', '.join(missing)}: install them with "
+            "pip install 'hypic-rag[server]'."
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _text(value: str | None) -> str | None:
+    """``value``, or the content of the file it names as ``@FILE``."""
+    if value is None or not value.startswith("@"):
+        return value
+    try:
+        return Path(value[1:]).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{value[1:]} can't be read as text ({error}): check the file.") from None
