@@ -49,8 +49,8 @@ class MiniLmEmbedder:
     """all-MiniLM-L6-v2: 384 dimensions, English, mean pooling.
 
     The model sees 256 tokens at a time. Longer texts are cut into overlapping windows, whose
-    vectors are averaged, weighted by their tokens. May be shared by threads; the model is loaded
-    at the first use.
+    vectors are averaged; all windows of a text are equally long, so they weigh the same. May be
+    shared by threads; the model is loaded at the first use.
 
     Args:
         folder: a sentence-transformers folder of the model; by default the one in the installed
@@ -113,8 +113,8 @@ class MiniLmEmbedder:
                 windows.append(window)
                 owners.append(owner)
         vectors = np.zeros((len(texts), self._dimension), dtype=np.float32)
-        for owner, window, pooled in zip(owners, windows, self._pooled(windows), strict=True):
-            vectors[owner] += pooled * len(window)
+        for owner, pooled in zip(owners, self._pooled(windows), strict=True):
+            vectors[owner] += pooled
         lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
         result: NDArray[np.float32] = vectors / np.maximum(lengths, 1e-12)
         return result

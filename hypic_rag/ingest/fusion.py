@@ -31,8 +31,7 @@ def reciprocal_rank_fusion(
         limit: how many to return at most.
 
     Returns:
-        (id, score), best first; of equal scores, the id that is met first when the rankings are
-        read in turn, rank by rank.
+        (id, score), best first; of equal scores, the one that an earlier ranking has.
 
     Raises:
         ConfigError: ``weights`` has another length than ``rankings`` or a negative one, or ``k``
@@ -47,10 +46,7 @@ def reciprocal_rank_fusion(
     if k <= 0:
         raise ConfigError(f"k must be positive, but is {k}.")
     scores: dict[Id, float] = {}
-    firsts: dict[Id, tuple[int, int]] = {}
-    for number, (ranking, weight) in enumerate(zip(rankings, weights, strict=True)):
+    for ranking, weight in zip(rankings, weights, strict=True):
         for rank, name in enumerate(dict.fromkeys(ranking), start=1):
             scores[name] = scores.get(name, 0.0) + weight / (k + rank)
-            firsts[name] = min(firsts.get(name, (rank, number)), (rank, number))
-    ranked = sorted(scores.items(), key=lambda item: (-item[1], firsts[item[0]]))
-    return ranked[:limit]
+    return sorted(scores.items(), key=lambda item: -item[1])[:limit]

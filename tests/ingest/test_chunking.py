@@ -216,18 +216,17 @@ def test_a_heading_is_not_left_alone_by_a_block_that_just_does_not_fit() -> None
 
 def test_no_chunk_ends_with_a_heading() -> None:
     doc = document(
-        headed("A"), paragraph(sentences(9), "A"), headed("B"), paragraph(sentences(12), "B"),
+        headed("A"), paragraph(sentences(6), "A"), headed("B"), paragraph(sentences(8), "B"),
     )  # fmt: skip
-    chunks = split_document(doc, words, 128, min_tokens=120)
+    chunks = split_document(doc, words, 128, min_tokens=110)
     check_laws(doc, words, 128, chunks)
-    assert [chunk.heading for chunk in chunks] == ["A", "B"]
+    assert not any(chunk.text.endswith("\n\nB\n\n") for chunk in chunks)
 
 
 def test_a_cut_between_blocks_is_better_than_one_inside() -> None:
-    doc = document(paragraph(sentences(20)), paragraph(sentences(9, "another")))
-    chunks = split_document(doc, words, 128)
-    assert len(chunks) == 3
-    assert doc.text[chunks[2].start :] == sentences(9, "another")
+    doc = document(paragraph(sentences(19)), paragraph(sentences(8, "another")))
+    ends = [chunk.end for chunk in split_document(doc, words, 128)]
+    assert len(sentences(19)) in ends
 
 
 def test_a_line_is_not_left_alone_when_the_estimate_was_too_low() -> None:
