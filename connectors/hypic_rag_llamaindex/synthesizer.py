@@ -1,0 +1,271 @@
+"""Answers from nodes whose states are cached."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Generator, Sequence
+from typing import Any
+
+from llama_index.core.base.llms.types import (
+    CompletionResponse,
+    CompletionResponseAsyncGen,
+    CompletionResponseGen,
+)
+from llama_index.core.base.response.schema import (
+    RESPONSE_TYPE,
+    AsyncStreamingResponse,
+    Response,
+    StreamingResponse,
+)
+from llama_index.core.callbacks import CallbackManager
+from llama_index.core.callbacks.schema import CBEventType, EventPayload
+from llama_index.core.instrumentation.events.synthesis import (
+    SynthesizeEndEvent,
+    SynthesizeStartEvent,
+)
+from llama_index.core.prompts.mixin import PromptDictType
+from llama_index.core.response_synthesizers import BaseSynthesizer
+from llama_index.core.schema import NodeWithScore, QueryBundle, QueryType
+from llama_index.core.types import RESPONSE_TEXT_TYPE
+
+from hypic_rag import KnowledgeBase, Passage, Source
+from hypic_rag.errors import ConfigError
+from hypic_rag_llamaindex.events import dispatcher
+from hypic_rag_llamaindex.llm import HypicLLM
+from hypic_rag_llamaindex.nodes import chunks_of_ids, document_id, node_id, node_text
+from hypic_rag_llamaindex.workers import in_worker
+
+__all__ = ["HypicSynthesizer", "changed_nodes", "passages_of_nodes"]
+
+
+class HypicSynthesizer(BaseSynthesizer):
+    """Answers from nodes, in their order, each as one cached segment.
+
+    What is asked is exactly the text that the model reads of a node (``MetadataMode.LLM``). A state
+    is found by that text's tokens, so a node whose text has changed is encoded again, and a node
+    without a state is encoded and stored on the way.
+
+    ``response.metadata["hypic"]`` has ``tokens`` (prompt, reused, computed, generated),
+    ``timings``, ``mode``, ``warnings``, and ``changed_nodes``: ids of nodes whose text isn't the
+    one that the store has of them. For a stream it's filled when the stream ends.
+
+    The prompt is the model's chat template with the knowledge base's system prompt; LlamaIndex's
+    prompt templates aren't used.
+
+    Args:
+        kb: what to answer with.
+        llm: generation settings, mode and events, instead of the default ones; made with a
+            knowledge base, it can be given alone.
+        streaming: answer piece by piece.
+        callback_manager: LlamaIndex's callbacks.
+        empty_response: what to answer when there are no nodes.
+
+    Raises:
+        ConfigError: there's no knowledge base.
+    """
+
+    def __init__(
+        self,
+        kb: KnowledgeBase | None = None,
+        *,
+        llm: HypicLLM | None = None,
+        streaming: bool = False,
+        callback_manager: CallbackManager | None = None,
+        empty_response: str | None = None,
+    ) -> None:
+        chosen = llm or HypicLLM(kb)
+        if chosen.kb is None or (kb is not None and kb is not chosen.kb):
+            raise ConfigError("The LLM must be made with this knowledge base: HypicLLM(kb).")
+        self._kb = chosen.kb
+        self._hypic_llm = chosen
+        super().__init__(
+            llm=chosen,
+            callback_manager=callback_manager,
+            streaming=streaming,
+            empty_response=empty_response,
+        )
+
+    @property
+    def llm(self) -> HypicLLM:
+        """The LLM that answers."""
+        return self._hypic_llm
+
+    def _get_prompts(self) -> dict[str, Any]:
+        return {}
+
+    def _update_prompts(self, prompts_dict: PromptDictType) -> None:
+        if prompts_dict:
+            raise ConfigError(
+                "The prompt is the model's chat template with the knowledge base's system prompt: "
+                "give KnowledgeBase.open a system_prompt."
+            )
+
+    # -- nodes -----------------------------------------------------------------------------------
+
+    def synthesize(
+        self,
+        query: QueryType,
+        nodes: list[NodeWithScore],
+        additional_source_nodes: Sequence[NodeWithScore] | None = None,
+        **response_kwargs: Any,
+    ) -> RESPONSE_TYPE:
+        """Answer from nodes.
+
+        ``response_kwargs`` are generation settings, and ``started``, when the caller began.
+        """
+        dispatcher.event(SynthesizeStartEvent(query=query))
+        question = _text_of(query)
+        passages = passages_of_nodes(nodes)
+        if not passages:
+            return self._ended(query, self._nothing())
+        with self._callback_manager.event(
+            CBEventType.SYNTHESIZE, payload={EventPayload.QUERY_STR: question}
+        ) as event:
+            sources = [*nodes, *(additional_source_nodes or ())]
+            report: dict[str, Any] = {}
+            changed = changed_nodes(self._kb, nodes)
+            response: RESPONSE_TYPE
+            if self._streaming:
+                pieces = self._hypic_llm.stream_complete_from(question, passages, **response_kwargs)
+                text = _texts(pieces, report, changed)
+                response = StreamingResponse(text, sources, self._metadata(sources, report))
+            else:
+                said = self._hypic_llm.complete_from(question, passages, **response_kwargs)
+                _fill(report, said, changed)
+                response = Response(said.text.strip(), sources, self._metadata(sources, report))
+            event.on_end(payload={EventPayload.RESPONSE: response})
+        return self._ended(query, response)
+
+    async def asynthesize(
+        self,
+        query: QueryType,
+        nodes: list[NodeWithScore],
+        additional_source_nodes: Sequence[NodeWithScore] | None = None,
+        **response_kwargs: Any,
+    ) -> RESPONSE_TYPE:
+        """Like :meth:`synthesize`, with the model in a worker thread."""
+        dispatcher.event(SynthesizeStartEvent(query=query))
+        question = _text_of(query)
+        passages = passages_of_nodes(nodes)
+        if not passages:
+            return self._ended(query, self._anothing())
+        with self._callback_manager.event(
+            CBEventType.SYNTHESIZE, payload={EventPayload.QUERY_STR: question}
+        ) as event:
+            sources = [*nodes, *(additional_source_nodes or ())]
+            report: dict[str, Any] = {}
+            changed = await in_worker(lambda: changed_nodes(self._kb, nodes))
+            response: RESPONSE_TYPE
+            if self._streaming:
+                pieces = await self._hypic_llm.astream_complete_from(
+                    question, passages, **response_kwargs
+                )
+                text = _atexts(pieces, report, changed)
+                response = AsyncStreamingResponse(text, sources, self._metadata(sources, report))
+            else:
+                said = await self._hypic_llm.acomplete_from(question, passages, **response_kwargs)
+                _fill(report, said, changed)
+                response = Response(said.text.strip(), sources, self._metadata(sources, report))
+            event.on_end(payload={EventPayload.RESPONSE: response})
+        return self._ended(query, response)
+
+    # -- plain texts -----------------------------------------------------------------------------
+
+    def get_response(
+        self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any
+    ) -> RESPONSE_TEXT_TYPE:
+        """Answer from texts, each as one segment."""
+        if self._streaming:
+            pieces = self._hypic_llm.stream_complete_from(
+                query_str, list(text_chunks), **response_kwargs
+            )
+            return _texts(pieces, {}, ())
+        said = self._hypic_llm.complete_from(query_str, list(text_chunks), **response_kwargs)
+        return str(said.text).strip()
+
+    async def aget_response(
+        self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any
+    ) -> RESPONSE_TEXT_TYPE:
+        """Like :meth:`get_response`, with the model in a worker thread."""
+        if self._streaming:
+            pieces = await self._hypic_llm.astream_complete_from(
+                query_str, list(text_chunks), **response_kwargs
+            )
+            return _atexts(pieces, {}, ())
+        said = await self._hypic_llm.acomplete_from(query_str, list(text_chunks), **response_kwargs)
+        return str(said.text).strip()
+
+    # -- how it's done ---------------------------------------------------------------------------
+
+    def _metadata(self, sources: Sequence[NodeWithScore], report: dict[str, Any]) -> dict[str, Any]:
+        found = self._get_metadata_for_response([source.node for source in sources])
+        return {**(found or {}), "hypic": report}
+
+    def _nothing(self) -> RESPONSE_TYPE:
+        if self._streaming:
+            return StreamingResponse(self._empty_response_generator())
+        return Response(self._empty_response)
+
+    def _anothing(self) -> RESPONSE_TYPE:
+        if self._streaming:
+            return AsyncStreamingResponse(self._empty_response_agenerator())
+        return Response(self._empty_response)
+
+    def _ended(self, query: QueryType, response: RESPONSE_TYPE) -> RESPONSE_TYPE:
+        dispatcher.event(SynthesizeEndEvent(query=query, response=response))
+        return response
+
+
+def passages_of_nodes(nodes: Sequence[NodeWithScore]) -> list[Passage]:
+    """What the model reads of nodes, in their order; nodes without text are left out."""
+    passages = []
+    for place, found in enumerate(nodes):
+        text = node_text(found.node)
+        if text:
+            source = Source(document_id(found.node), place, found.score or 0.0, text)
+            passages.append(Passage(text, source))
+    return passages
+
+
+def changed_nodes(kb: KnowledgeBase, nodes: Sequence[NodeWithScore]) -> tuple[str, ...]:
+    """Ids of nodes that the store knows with another text than the one they have now."""
+    texts = {found.node.node_id: node_text(found.node) for found in nodes}
+    stored = chunks_of_ids(kb, list(texts))
+    return tuple(node_id(chunk) for chunk in stored if texts[node_id(chunk)] != chunk.text)
+
+
+def _text_of(query: QueryType) -> str:
+    return query.query_str if isinstance(query, QueryBundle) else query
+
+
+def _fill(report: dict[str, Any], said: CompletionResponse, changed: Sequence[str]) -> None:
+    raw: dict[str, Any] = said.raw or {}
+    tokens = raw["tokens"]
+    report.update(
+        tokens=tokens,
+        reused_tokens=tokens["reused"],
+        computed_tokens=tokens["computed"],
+        timings=raw["timings"],
+        mode=raw["mode"],
+        warnings=raw["warnings"],
+        changed_nodes=list(changed),
+    )
+
+
+def _texts(
+    pieces: CompletionResponseGen, report: dict[str, Any], changed: Sequence[str]
+) -> Generator[str]:
+    for piece in pieces:
+        if piece.raw:
+            _fill(report, piece, changed)
+        if piece.delta:
+            yield piece.delta
+
+
+async def _atexts(
+    pieces: CompletionResponseAsyncGen, report: dict[str, Any], changed: Sequence[str]
+) -> AsyncGenerator[str]:
+    async for piece in pieces:
+        if piece.raw:
+            _fill(report, piece, changed)
+        if piece.delta:
+            yield piece.delta
