@@ -267,6 +267,26 @@ def test_searching_while_another_thread_writes(store: SegmentStore) -> None:
     check_consistency(store)
 
 
+def test_a_search_that_had_to_wait_sees_what_was_written_meanwhile(
+    store: SegmentStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(store)
+    store.search_vectors(vector_of("x"), 1)
+    found: list[Hit] = []
+    thread = threading.Thread(
+        target=lambda: found.extend(store.search_vectors(vector_of("quince"), 1))
+    )
+    with store._vectors.lock:
+        thread.start()
+        thread.join(0.5)
+        store.put_document(DocumentRecord("quince"), [chunk("quince")])
+        with store._catalog.read() as view:
+            store._vectors.search(view, vector_of("x"), 1, None)
+    thread.join()
+    assert found_texts(found) == ["quince"]
+    assert not caplog.records
+
+
 def test_without_faiss(store: SegmentStore, monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
