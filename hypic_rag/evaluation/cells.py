@@ -1,0 +1,259 @@
+"""Cells of the ablation: one way of encoding and assembling, run on many trials at once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from hypic_rag.config import Mode, Seam
+from hypic_rag.engine.assemble import Request, assemble
+from hypic_rag.engine.context import Context
+from hypic_rag.engine.engine import Engine
+from hypic_rag.engine.pieces import encode_pieces, seam_cuts, state_from_pieces
+from hypic_rag.errors import ConfigError
+from hypic_rag.evaluation import facts
+from hypic_rag.evaluation.fidelity import compare
+from hypic_rag.evaluation.trials import Trial, TrialMaker, common_start
+from hypic_rag.families.model import HybridModel
+from hypic_rag.ingest.chunking import SEPARATOR
+from hypic_rag.operators import AffineMap, Elementwise
+from hypic_rag.states import LayerState, LinearState, SegmentState
+
+__all__ = ["CONDITIONINGS", "Cell", "Conditioner", "Encodings", "Outcome", "run_cell"]
+
+OTHER_PROMPT = (
+    "Notes from the shelves of a small library are given. Say what they hold, and say it plainly."
+)
+GENERIC_DOCUMENT = (
+    "The old garden lies behind the mill, between the station and the park. In summer the visitors "
+    "rest on the benches, and in winter the snow covers the path. The inn opens in the morning."
+)
+
+CONDITIONINGS = {
+    "none": "nothing: every segment is encoded alone (the paper)",
+    "newline": "one line break",
+    "served": "the system prompt that is served, a new one per context",
+    "other": "one other system prompt of similar length, for all contexts",
+    "document": "a generic text in place of the system prompt",
+    "other+2": "the other prompt and two generic segments",
+    "other+6": "the other prompt and six generic segments",
+}
+"""What segments are encoded behind, by name."""
+
+
+NO_SEAM = Seam(0, 0)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way of encoding and assembling.
+
+    Attributes:
+        conditioning: a name of :data:`CONDITIONINGS`.
+        mode: how states are put together; ``FULL`` is the reference itself.
+        seam: widths, in the mode ``seam``.
+        identity: leave out the transitions (put identity in their place) but do everything else as
+            the mode says; with ``TRANSITION_ROPE`` that's addition with moved keys.
+    """
+
+    conditioning: str
+    mode: Mode
+    seam: Seam = NO_SEAM
+    identity: bool = False
+
+    @property
+    def name(self) -> str:
+        """Unique name, such as ``other/seam/4/0``."""
+        if self.mode is Mode.FULL:
+            return "full"
+        if self.identity:
+            return f"{self.conditioning}/addition_rope"
+        base = f"{self.conditioning}/{self.mode}"
+        return f"{base}/{self.seam}" if self.mode is Mode.SEAM else base
+
+    @classmethod
+    def parse(cls, name: str) -> Cell:
+        """Inverse of :attr:`name`."""
+        if name == "full":
+            return cls("none", Mode.FULL)
+        conditioning, mode, *seam = name.split("/", 2)
+        if conditioning not in CONDITIONINGS:
+            raise ConfigError(f"Unknown conditioning {conditioning!r} in the cell {name!r}.")
+        if mode == "addition_rope":
+            return cls(conditioning, Mode.TRANSITION_ROPE, identity=True)
+        return cls(conditioning, Mode.parse(mode), Seam.parse(seam[0]) if seam else NO_SEAM)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One question answered in one way, against full recompute of the same ids.
+
+    Attributes:
+        category: of the question.
+        exact: whether greedy decoding gives exactly the expected answer.
+        kl: KL of the next-token distribution against full recompute's, in nats.
+        agreed: tokens of full recompute's greedy continuation that are repeated.
+        length: tokens of that continuation.
+    """
+
+    category: facts.Category
+    exact: bool
+    kl: float
+    agreed: int
+    length: int
+
+
+class Conditioner:
+    """Prefixes that segments are encoded behind."""
+
+    def __init__(self, maker: TrialMaker) -> None:
+        self._maker = maker
+        self._held: dict[str, Context | None] = {}
+
+    def of(self, name: str, trial: Trial) -> Context | None:
+        """The prefix called ``name`` for a trial's segments."""
+        if name == "served":
+            return trial.base
+        if name not in self._held:
+            ids = self._ids(name)
+            self._held[name] = self._maker.context_of(ids) if ids else None
+        return self._held[name]
+
+    def _ids(self, name: str) -> tuple[int, ...]:
+        prompt = self._maker.prompt
+        match name:
+            case "none":
+                return ()
+            case "newline":
+                return prompt.text("\n")
+            case "other":
+                return prompt.prefix(OTHER_PROMPT)
+            case "document":
+                return prompt.prefix(GENERIC_DOCUMENT)
+            case "other+2" | "other+6":
+                ids = list(prompt.prefix(OTHER_PROMPT))
+                for text in generic_texts(int(name[-1])):
+                    ids.extend(prompt.text(text))
+                return tuple(ids)
+        raise ConfigError(f"Unknown conditioning {name!r}: see CONDITIONINGS.")
+
+
+def generic_texts(count: int) -> list[str]:
+    """Texts in the manner of the documents, with names that no trial has."""
+
+    rng = random.Random("generic documents")
+    context = facts.build_context(rng, count, (40, 80), "train")
+    return [text + SEPARATOR for text in context.chunks]
+
+
+class Encodings:
+    """States of the trials' segments for every seam, from one encoding in pieces."""
+
+    def __init__(
+        self, model: HybridModel, trials: Sequence[Trial], bases: Sequence[Context | None],
+        widths: Sequence[int],
+    ) -> None:  # fmt: skip
+        self._model = model
+        segments = [segment for trial in trials for segment in trial.segments]
+        behind = [base for trial, base in zip(trials, bases, strict=True) for _ in trial.segments]
+        self._lengths = [len(segment) for segment in segments]
+        self._cuts = [seam_cuts(length, widths) for length in self._lengths]
+        self._pieces = encode_pieces(model, segments, self._cuts, behind)
+        self._counts = [len(trial.segments) for trial in trials]
+
+    def states(self, seam: Seam) -> list[tuple[SegmentState | None, ...]]:
+        """Per trial the states of its segments."""
+        flat = [
+            state_from_pieces(pieces, cuts, length, seam, self._model.kernel)
+            for pieces, cuts, length in zip(self._pieces, self._cuts, self._lengths, strict=True)
+        ]
+        found, start = [], 0
+        for count in self._counts:
+            found.append(tuple(flat[start : start + count]))
+            start += count
+        return found
+
+
+def without_transition(state: SegmentState | None) -> SegmentState | None:
+    """The state with identity in place of every transition."""
+    if state is None:
+        return None
+    layers: list[LayerState] = []
+    for layer in state.layers:
+        if isinstance(layer, LinearState):
+            offset = layer.map.offset
+            one = Elementwise(offset.new_ones(offset.shape[0], 1, 1))
+            layer = LinearState(AffineMap(one, offset), layer.conv_tail)
+        layers.append(layer)
+    return replace(state, layers=tuple(layers))
+
+
+def run_cell(
+    model: HybridModel,
+    trials: Sequence[Trial],
+    states: Sequence[tuple[SegmentState | None, ...]],
+    mode: Mode,
+) -> list[list[Outcome]]:
+    """Outcomes per trial and question.
+
+    A trial's segments are assembled once, up to where its questions part; every question then runs
+    behind a copy, together with the continuation that it's compared on.
+    """
+    engine = Engine(model)
+    shared = [common_start([asked.question for asked in trial.asked]) for trial in trials]
+    fronts = [
+        Request(trial.segments, held, trial.asked[0].question[:count], trial.base)
+        for trial, held, count in zip(trials, states, shared, strict=True)
+    ]
+    contexts = [assembly.context for assembly in engine.assemble(fronts, mode)]
+    jobs: list[tuple[Context, tuple[int, ...], tuple[int, ...]]] = []
+    for trial, context, count in zip(trials, contexts, shared, strict=True):
+        for asked, reference in zip(trial.asked, trial.references, strict=True):
+            rest = asked.question[count:]
+            jobs.append((context, rest, reference.continuation))
+            if asked.expected != reference.continuation:
+                jobs.append((context, rest, asked.expected))
+    return _score(model, trials, jobs)
+
+
+def _score(
+    model: HybridModel,
+    trials: Sequence[Trial],
+    jobs: Sequence[tuple[Context, tuple[int, ...], tuple[int, ...]]],
+) -> list[list[Outcome]]:
+    requests = [Request((), (), rest + end[:-1], context) for context, rest, end in jobs]
+    assemblies = iter(assemble(model, requests, all_logits=True))
+
+    def predictions(count: int) -> Tensor:
+        logits = next(assemblies).logits
+        assert logits is not None
+        return logits[-count:]
+
+    outcomes = []
+    for trial in trials:
+        mine = []
+        for asked, reference in zip(trial.asked, trial.references, strict=True):
+            logits = predictions(len(reference.continuation))
+            compared = compare(reference.context.logits, reference.continuation, logits)
+            exact = compared.all_agree
+            if asked.expected != reference.continuation:
+                chosen = predictions(len(asked.expected)).argmax(-1).tolist()
+                exact = tuple(chosen) == asked.expected
+            mine.append(
+                Outcome(asked.category, exact, compared.kl, compared.agreed, compared.length)
+            )
+        outcomes.append(mine)
+    return outcomes
+
+
+def reference_outcomes(trial: Trial) -> list[Outcome]:
+    """Full recompute as a cell of its own."""
+    return [
+        Outcome(
+            asked.category, exact, 0.0, len(reference.continuation), len(reference.continuation)
+        )
+        for asked, reference, exact in zip(trial.asked, trial.references, trial.exact, strict=True)
+    ]
