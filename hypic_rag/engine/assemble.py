@@ -10,10 +10,11 @@ from torch import Tensor
 from hypic_rag.config import Mode
 from hypic_rag.engine.context import Context
 from hypic_rag.engine.layout import build_layout
-from hypic_rag.engine.packed import run_packed
+from hypic_rag.engine.packed import Wanted, run_packed
 from hypic_rag.engine.plan import RequestPlan, plan_request
 from hypic_rag.errors import ConfigError, ContextLengthError, StateMismatchError
 from hypic_rag.families.model import HybridModel
+from hypic_rag.ops.choice import KernelChoice
 from hypic_rag.segments import Segment
 from hypic_rag.states import SegmentState
 
@@ -91,6 +92,7 @@ def assemble(
     mode: Mode = Mode.SEAM,
     *,
     all_logits: bool = False,
+    kernels: KernelChoice | None = None,
 ) -> list[Assembly]:
     """Prefill ``requests`` in one packed pass.
 
@@ -99,6 +101,7 @@ def assemble(
         requests: any number, with different segments, lengths and hits.
         mode: how states are put together (:class:`~hypic_rag.config.Mode`, not ``FULL``).
         all_logits: also return the logits of every computed token.
+        kernels: which implementations the pass uses; by default the best for the device.
 
     Raises:
         ContextLengthError: a prompt is longer than the model's context.
@@ -128,7 +131,8 @@ def assemble(
             )
         states.append(state)
     bases = [request.base for request in requests]
-    result = run_packed(model, layout, bases, states, mode, all_logits=all_logits)
+    wanted = Wanted.ALL if all_logits else Wanted.LAST
+    result = run_packed(model, layout, bases, states, mode, wanted=wanted, kernels=kernels)
     last = result.logits[layout.last] if all_logits else result.logits
     assemblies = []
     for index, request in enumerate(requests):

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Context", "attention_kv", "forward", "linear_state", "new_cache", "set_linear_state"]
+__all__ = [
+    "Context",
+    "attention_kv",
+    "forward",
+    "linear_state",
+    "new_cache",
+    "set_attention_kv",
+    "set_linear_state",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +81,17 @@ def set_linear_state(cache: Any, layer: int, conv: Tensor, recurrent: Tensor) ->
     held.dtype, held.device = conv.dtype, conv.device
     if hasattr(held, "conv_kernel_size"):
         held.conv_kernel_size[0] = conv.shape[-1]
+
+
+def set_attention_kv(cache: Any, layer: int, keys: Tensor, values: Tensor) -> None:
+    """Make ``keys`` and ``values [Hkv, n, D]`` what a full-attention layer of ``cache`` holds.
+
+    The tensors are taken as they are, where the cache's own ``update`` would copy them.
+    """
+    held = cache.layers[layer]
+    held.dtype, held.device = keys.dtype, keys.device
+    held.keys, held.values = keys.unsqueeze(0), values.unsqueeze(0)
+    held.is_initialized = True
 
 
 def forward(

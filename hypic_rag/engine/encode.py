@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from hypic_rag.config import Seam
 from hypic_rag.engine.context import Context
 from hypic_rag.engine.layout import build_layout
-from hypic_rag.engine.packed import run_packed
+from hypic_rag.engine.packed import Wanted, run_packed
 from hypic_rag.engine.plan import RequestPlan, plan_encoding
 from hypic_rag.families.model import HybridModel
+from hypic_rag.ops.choice import KernelChoice
 from hypic_rag.segments import Segment
 from hypic_rag.states import SegmentState
 
@@ -23,6 +24,7 @@ def encode_segments(
     conditioning: Context | None = None,
     *,
     batch_tokens: int = 4096,
+    kernels: KernelChoice | None = None,
 ) -> list[SegmentState | None]:
     """States of ``segments``, each encoded by itself behind ``conditioning``.
 
@@ -36,6 +38,7 @@ def encode_segments(
         seam: widths that the states leave out.
         conditioning: a finished prefix, or None to encode in isolation (the paper's way).
         batch_tokens: tokens of one pass; a longer segment gets a pass of its own.
+        kernels: which implementations the pass uses; by default the best for the device.
 
     Returns:
         One state per segment; None for a segment that is too short to have an interior.
@@ -52,12 +55,12 @@ def encode_segments(
     for index in order:
         length = len(segments[index])
         if batch and size + length > batch_tokens:
-            _encode_batch(model, batch, segments, plans, seam, conditioning, states)
+            _encode_batch(model, batch, segments, plans, seam, conditioning, states, kernels)
             batch, size = [], 0
         batch.append(index)
         size += length
     if batch:
-        _encode_batch(model, batch, segments, plans, seam, conditioning, states)
+        _encode_batch(model, batch, segments, plans, seam, conditioning, states, kernels)
     return states
 
 
@@ -69,10 +72,12 @@ def _encode_batch(
     seam: Seam,
     conditioning: Context | None,
     states: list[SegmentState | None],
+    kernels: KernelChoice | None,
 ) -> None:
     chosen = [plan for index in batch if (plan := plans[index]) is not None]
     layout = build_layout(chosen, model.kernel, model.device)
-    result = run_packed(model, layout, [conditioning] * len(chosen), [])
+    bases = [conditioning] * len(chosen)
+    result = run_packed(model, layout, bases, [], wanted=Wanted.NONE, kernels=kernels)
     offset = conditioning.length if conditioning else 0
     for index, layers in zip(batch, result.captured, strict=True):
         states[index] = SegmentState(len(segments[index]), seam, offset, layers)

@@ -22,18 +22,18 @@ __all__ = [
     "BeginCapture",
     "Bucket",
     "Capture",
+    "Chunk",
     "ChunkStep",
     "EndCapture",
     "Interior",
     "Layout",
-    "QueryBlock",
     "ReuseStep",
     "Write",
     "build_layout",
 ]
 
-QUERY_BLOCK = 256
-"""Queries that attend at once; bounds the rows of an attention mask."""
+SIZES = (4, 8, 16, 32, 48, 64)
+"""Lengths that chunks are padded to."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,11 +49,11 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class ChunkStep:
-    """Chunks ``rows`` of a bucket act on ``requests``, one each (None: all, in order)."""
+    """Chunks ``rows`` of a bucket act on ``requests``, one each, in order."""
 
     bucket: int
     rows: slice
-    requests: Tensor | None
+    requests: slice | Tensor
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,16 @@ class EndCapture:
     request: int
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """Packed tokens from ``start`` act on one request as one chunk."""
+
+    start: int
+    length: int
+
+
 Step = ChunkStep | ReuseStep | BeginCapture | EndCapture
+Operation = Chunk | ReuseStep | BeginCapture | EndCapture
 
 
 @dataclass(frozen=True)
@@ -109,15 +118,6 @@ class Write:
     position: int
 
 
-@dataclass(frozen=True)
-class QueryBlock:
-    """Packed tokens ``start`` to ``end`` that attend at once; none sees past ``seen`` keys."""
-
-    start: int
-    end: int
-    seen: int
-
-
 @dataclass(frozen=True, eq=False)
 class Layout:
     """Everything that a packed pass has to know beside the weights and the states.
@@ -126,34 +126,36 @@ class Layout:
         plans: the requests.
         token_ids: packed tokens ``[N]``.
         positions: their true positions ``[N]``.
-        history: rows of the convolution's source that stand in its extended input ``[M]``; the
-            source is one row of zeros, ``kernel - 1`` rows per request's base, the tails of the
-            cached interiors, the packed tokens.
-        conv_out: where in the convolution's output each packed token is ``[N]``.
+        edges: packed tokens whose raw inputs are looked at across a run's start or behind the
+            pass ``[E]``. The convolution's source is one row of zeros, ``kernel - 1`` rows per
+            request's base, the tails of the cached interiors, and the inputs of the edges.
+        openings: packed tokens whose convolution looks back across their run's start ``[M]``.
+        windows: rows of the source that each opening sees ``[M, kernel]``.
         conv_end: rows of the source that are each request's last inputs ``[B, kernel]``.
         buckets: chunks by padded length.
         scatter: where in the buckets' flattened outputs each packed token is ``[N]``.
-        steps: what acts on the recurrent states, in order.
+        steps: what acts on the recurrent states, in order, chunks of one size together.
+        operations: the same, per request and one by one.
         interiors: the cached interiors, in the order of ``ReuseStep.reuse``.
         captures: what is kept, at most one per request.
-        writes: per request where its packed tokens go.
-        queries: per request which of its packed tokens attend together.
+        writes: per request where its packed tokens go: its runs.
         last: packed index of each request's last token ``[B]``.
     """
 
     plans: tuple[RequestPlan, ...]
     token_ids: Tensor
     positions: Tensor
-    history: Tensor
-    conv_out: Tensor
+    edges: Tensor
+    openings: Tensor
+    windows: Tensor
     conv_end: Tensor
     buckets: tuple[Bucket, ...]
     scatter: Tensor
     steps: tuple[Step, ...]
+    operations: tuple[tuple[Operation, ...], ...]
     interiors: tuple[Interior, ...]
     captures: tuple[Capture, ...]
     writes: tuple[tuple[Write, ...], ...]
-    queries: tuple[tuple[QueryBlock, ...], ...]
     last: Tensor
 
 
@@ -165,12 +167,6 @@ def build_layout(
 
 
 @dataclass
-class _ChunkOp:
-    start: int
-    length: int
-
-
-@dataclass
 class _Builder:
     plans: Sequence[RequestPlan]
     kernel: int
@@ -179,13 +175,13 @@ class _Builder:
     positions: list[int] = field(default_factory=list)
     interiors: list[Interior] = field(default_factory=list)
     captures: list[Capture] = field(default_factory=list)
-    operations: list[list[_ChunkOp | Step]] = field(default_factory=list)
+    operations: list[list[Operation]] = field(default_factory=list)
     writes: list[list[Write]] = field(default_factory=list)
 
     def build(self, device: torch.device) -> Layout:
         for request, plan in enumerate(self.plans):
             self._add(request, plan)
-        history, conv_out, conv_end = self._convolution()
+        edges, openings, windows, conv_end = self._convolution()
         buckets, scatter, steps = self._chain(device)
 
         def index(values: object) -> Tensor:
@@ -195,22 +191,23 @@ class _Builder:
             plans=tuple(self.plans),
             token_ids=index(self.token_ids),
             positions=index(self.positions),
-            history=index(history),
-            conv_out=index(conv_out),
+            edges=index(edges),
+            openings=index(openings),
+            windows=index(windows).view(-1, self.kernel),
             conv_end=index(conv_end),
             buckets=buckets,
             scatter=scatter,
             steps=steps,
+            operations=tuple(tuple(operations) for operations in self.operations),
             interiors=tuple(self.interiors),
             captures=tuple(self.captures),
             writes=tuple(tuple(writes) for writes in self.writes),
-            queries=tuple(self._query_blocks(writes) for writes in self.writes),
             last=index([writes[-1].end - 1 for writes in self.writes]),
         )
 
     def _add(self, request: int, plan: RequestPlan) -> None:
         """Pack one request's computed tokens and list what acts on its state."""
-        operations: list[_ChunkOp | Step] = []
+        operations: list[Operation] = []
         writes: list[Write] = []
         pending = 0  # computed tokens that no operation covers yet
 
@@ -218,7 +215,7 @@ class _Builder:
             nonlocal pending
             end = len(self.token_ids)
             for start in range(end - pending, end, self.chunk):
-                operations.append(_ChunkOp(start, min(self.chunk, end - start)))
+                operations.append(Chunk(start, min(self.chunk, end - start)))
             pending = 0
 
         for piece in plan.pieces:
@@ -246,33 +243,23 @@ class _Builder:
         self.operations.append(operations)
         self.writes.append(writes)
 
-    def _query_blocks(self, writes: list[Write]) -> tuple[QueryBlock, ...]:
-        first, last = writes[0].start, writes[-1].end
-        ends = [min(start + QUERY_BLOCK, last) for start in range(first, last, QUERY_BLOCK)]
-        starts = [first, *ends[:-1]]
-        return tuple(
-            QueryBlock(start, end, self.positions[end - 1] + 1)
-            for start, end in zip(starts, ends, strict=True)
-        )
-
-    def _convolution(self) -> tuple[list[int], list[int], list[list[int]]]:
-        """Source rows of the extended input, places of the outputs, and the final inputs."""
+    def _convolution(self) -> tuple[list[int], list[int], list[list[int]], list[list[int]]]:
+        """Edges, openings, their windows, and the final inputs of each request."""
         past = self.kernel - 1
         tails: list[range] = []
         offset = 1 + past * len(self.plans)
         for interior in self.interiors:
             tails.append(range(offset, offset + min(past, interior.length)))
             offset += len(tails[-1])
-        history: list[int] = []
-        conv_out = [0] * len(self.token_ids)
+        edges: list[int] = []
+        openings: list[int] = []
+        windows: list[list[int]] = []
         conv_end: list[list[int]] = []
+        reused = iter(tails)
         for request, plan in enumerate(self.plans):
             base = 1 + past * request
             seen = [0] * self.kernel + list(range(base, base + past))
             writes = iter(self.writes[request])
-            reused = iter(
-                tails[i] for i, interior in enumerate(self.interiors) if interior.request == request
-            )
             in_run = False
             for piece in plan.pieces:
                 if not isinstance(piece, Computed):
@@ -280,29 +267,32 @@ class _Builder:
                     in_run = False
                 elif not in_run:
                     write = next(writes)
-                    history.extend(seen[len(seen) - past :])
-                    for token in range(write.start, write.end):
-                        # Output m of the convolution sees extended inputs m to m + past.
-                        conv_out[token] = len(history) - past
-                        history.append(offset + token)
-                    rows = range(offset + write.start, offset + write.end)
-                    seen = (seen + list(rows))[-self.kernel :]
+                    length = write.end - write.start
+                    near = sorted({*range(min(past, length)), *range(length)[-self.kernel :]})
+                    rows = {place: offset + len(edges) + i for i, place in enumerate(near)}
+                    edges.extend(write.start + place for place in near)
+                    for place in range(min(past, length)):
+                        openings.append(write.start + place)
+                        own = [rows[earlier] for earlier in range(place + 1)]
+                        windows.append((seen + own)[-self.kernel :])
+                    last = [rows[place] for place in range(length)[-self.kernel :]]
+                    seen = (seen + last)[-self.kernel :]
                     in_run = True
             conv_end.append(seen[-self.kernel :])
-        return history, conv_out, conv_end
+        return edges, openings, windows, conv_end
 
     def _chain(self, device: torch.device) -> tuple[tuple[Bucket, ...], Tensor, tuple[Step, ...]]:
         """Walk all requests in lockstep, so that chunks of one size act together."""
-        rows: dict[int, list[_ChunkOp]] = defaultdict(list)
+        rows: dict[int, list[Chunk]] = defaultdict(list)
         planned: list[tuple[int, slice, list[int]] | Step] = []
         for level in range(max(len(operations) for operations in self.operations)):
-            together: dict[int, list[tuple[int, _ChunkOp]]] = defaultdict(list)
+            together: dict[int, list[tuple[int, Chunk]]] = defaultdict(list)
             for request, operations in enumerate(self.operations):
                 if level >= len(operations):
                     continue
                 operation = operations[level]
-                if isinstance(operation, _ChunkOp):
-                    padded = max(4, 1 << (operation.length - 1).bit_length())
+                if isinstance(operation, Chunk):
+                    padded = next(size for size in SIZES if size >= operation.length)
                     together[padded].append((request, operation))
                 else:
                     planned.append(operation)
@@ -312,20 +302,24 @@ class _Builder:
                 where = slice(first, len(rows[padded]))
                 planned.append((padded, where, [request for request, _ in members]))
         sizes = sorted(rows)
-        everyone = list(range(len(self.plans)))
         steps: list[Step] = []
         for item in planned:
             if not isinstance(item, tuple):
                 steps.append(item)
                 continue
             padded, where, requests = item
-            chosen = None if requests == everyone else torch.tensor(requests, device=device)
+            consecutive = requests == list(range(requests[0], requests[0] + len(requests)))
+            chosen = (
+                slice(requests[0], requests[-1] + 1)
+                if consecutive
+                else torch.tensor(requests, device=device)
+            )
             steps.append(ChunkStep(sizes.index(padded), where, chosen))
         buckets, scatter = self._buckets(rows, sizes, device)
         return buckets, scatter, tuple(steps)
 
     def _buckets(
-        self, rows: dict[int, list[_ChunkOp]], sizes: list[int], device: torch.device
+        self, rows: dict[int, list[Chunk]], sizes: list[int], device: torch.device
     ) -> tuple[tuple[Bucket, ...], Tensor]:
         buckets = []
         scatter = torch.empty(len(self.token_ids), dtype=torch.long)

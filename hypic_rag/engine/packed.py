@@ -8,32 +8,44 @@ sees recomputed and cached keys at their true positions. The same pass prefills,
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from hypic_rag.config import Mode
+from hypic_rag.engine.chain import Tokens, walk
 from hypic_rag.engine.context import (
     Context,
     attention_kv,
     linear_state,
     new_cache,
+    set_attention_kv,
     set_linear_state,
 )
-from hypic_rag.engine.layout import BeginCapture, ChunkStep, Layout, ReuseStep
+from hypic_rag.engine.feed import StateFeed, feed_for
+from hypic_rag.engine.layout import Layout, Write
 from hypic_rag.errors import StateMismatchError
 from hypic_rag.families.base import AttentionSpec, LinearSpec
 from hypic_rag.families.model import HybridModel
-from hypic_rag.operators import AffineMap, Dense
-from hypic_rag.ops.gated_delta_rule import ChunkFactors, advance, chunk_factors
-from hypic_rag.ops.rope import rotate
+from hypic_rag.ops.attention import attend_run
+from hypic_rag.ops.choice import KernelChoice, best_kernels
+from hypic_rag.ops.rope import rotate, rotate_
+from hypic_rag.ops.short_conv import convolve, convolve_windows
 from hypic_rag.states import AttentionState, LayerState, LinearState, SegmentState
 
-__all__ = ["PassResult", "run_packed"]
+__all__ = ["PassResult", "Wanted", "run_packed"]
+
+
+class Wanted(enum.Enum):
+    """The logits that a pass is run for."""
+
+    LAST = "last"
+    ALL = "all"
+    NONE = "none"
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +53,9 @@ class PassResult:
     """What a packed pass leaves.
 
     Attributes:
-        caches: one cache of the library per request.
-        logits: of each request's last token ``[B, vocab]``, or of all packed tokens ``[N, vocab]``.
+        caches: one cache of the library per request; none if the pass only captured.
+        logits: of each request's last token ``[B, vocab]``, or of all packed tokens ``[N, vocab]``,
+            or empty.
         captured: per capture of the layout, its layers' states in order.
         hidden: hidden states ``[N, hidden]`` behind each layer, if asked for.
     """
@@ -60,8 +73,9 @@ def run_packed(
     states: Sequence[SegmentState],
     mode: Mode = Mode.SEAM,
     *,
-    all_logits: bool = False,
+    wanted: Wanted = Wanted.LAST,
     keep_hidden: bool = False,
+    kernels: KernelChoice | None = None,
 ) -> PassResult:
     """Run ``layout`` behind ``bases`` (one per request, None for an empty one).
 
@@ -71,15 +85,22 @@ def run_packed(
         bases: finished caches in front; never changed.
         states: one per ``layout.interiors``.
         mode: how states are put together.
-        all_logits: logits of all packed tokens instead of the last of each request.
+        wanted: the logits to compute; with ``NONE`` the pass only captures and leaves no caches.
         keep_hidden: also return the hidden states behind each layer.
+        kernels: which implementations to use; by default the best for the model's device.
 
     Raises:
         StateMismatchError: a state doesn't have the layers or shapes of this model.
     """
     check_states(model, layout, states)
-    with torch.inference_mode():
-        return _Pass(model, layout, bases, states, mode).run(all_logits, keep_hidden)
+    chosen = best_kernels(model.device) if kernels is None else kernels
+    feed = feed_for(states, model.device)
+    try:
+        with torch.inference_mode():
+            run = _Pass(model, layout, bases, states, feed, mode, wanted, chosen)
+            return run.run(keep_hidden)
+    finally:
+        feed.close()
 
 
 def check_states(model: HybridModel, layout: Layout, states: Sequence[SegmentState]) -> None:
@@ -119,72 +140,104 @@ class _Pass:
         layout: Layout,
         bases: Sequence[Context | None],
         states: Sequence[SegmentState],
+        feed: StateFeed,
         mode: Mode,
+        wanted: Wanted,
+        kernels: KernelChoice,
     ) -> None:
         self.model = model
         self.family = model.family
         self.layout = layout
         self.bases = bases
-        self.states = states
+        self.feed = feed
         self.mode = mode
-        self.caches = [new_cache(model.config) for _ in layout.plans]
+        self.wanted = wanted
         self.captured: list[list[LayerState]] = [[] for _ in layout.captures]
+        keeps_caches = wanted is not Wanted.NONE
+        self.caches = [new_cache(model.config) for _ in layout.plans] if keeps_caches else []
+        self.spans = [_spans(layout, request, states, mode) for request in range(len(bases))]
         like = model.embedding_like()
         length = max(plan.length for plan in layout.plans)
         if not mode.moves_keys:
             length = max([length, *(state.offset + state.length for state in states)])
         table = torch.arange(length, device=model.device)
         self.cos, self.sin = self.family.rotary(model.decoder, like, table)
+        self.kernels = None
+        if kernels.linear or kernels.gather:
+            from hypic_rag.engine.device_walk import DeviceTables
 
-    def run(self, all_logits: bool, keep_hidden: bool) -> PassResult:
+            self.kernels = DeviceTables(layout, model.device, kernels)
+
+    def run(self, keep_hidden: bool) -> PassResult:
         x = self.family.embed(self.model.decoder, self.layout.token_ids)
         hidden = []
-        for index, layer in enumerate(self.model.decoder_layers):
+        layers = self.model.decoder_layers
+        for index, layer in enumerate(layers):
             spec = self.model.layers[index]
             mix = self._linear if isinstance(spec, LinearSpec) else self._attention
+            # Behind the last mixer only the tokens whose logits are wanted matter.
+            final = index == len(layers) - 1 and self.wanted is not Wanted.ALL and not keep_hidden
+            keep = self.layout.last if final else None
             x = self.family.run_layer(
                 layer,
                 x,
-                lambda mixer, normed, mix=mix, index=index: mix(index, mixer, normed),  # type: ignore[misc]
+                lambda mixer, normed, mix=mix, index=index, keep=keep: mix(  # type: ignore[misc]
+                    index, mixer, normed, keep
+                ),
+                keep,
             )
             if keep_hidden:
                 hidden.append(x)
-        logits = self.model.logits(x if all_logits else x[self.layout.last])
-        captured = tuple(tuple(layers) for layers in self.captured)
+        if self.wanted is Wanted.NONE:
+            logits = x.new_empty(0)
+        elif self.wanted is Wanted.ALL or not keep_hidden:
+            logits = self.model.logits(x)
+        else:
+            logits = self.model.logits(x[self.layout.last])
+        captured = tuple(tuple(kept) for kept in self.captured)
         return PassResult(tuple(self.caches), logits, captured, tuple(hidden))
 
     # -- linear attention ----------------------------------------------------------------------
 
-    def _linear(self, index: int, mixer: nn.Module, x: Tensor) -> Tensor:
+    def _linear(self, index: int, mixer: nn.Module, x: Tensor, keep: Tensor | None) -> Tensor:
         spec = self.model.layers[index]
         assert isinstance(spec, LinearSpec)
+        interiors = [held for held in self.feed.layer(index) if isinstance(held, LinearState)]
         inputs = self.family.linear_inputs(mixer, x)
-        source = self._conv_source(index, spec, inputs.raw)
+        source = self._conv_source(index, spec, inputs.raw, interiors)
         weight = self.family.conv_weight(mixer)
-        convolved = _convolve(source[self.layout.history], weight)[self.layout.conv_out]
+        convolved = convolve(inputs.raw, weight)
+        convolved[self.layout.openings] = convolve_windows(source[self.layout.windows], weight)
         parts = self.family.recurrence(mixer, convolved)
-        factors = [
-            chunk_factors(
-                *(part[bucket.tokens].transpose(1, 2) for part in (parts.q, parts.k, parts.v)),
-                *(
-                    _padded(part[bucket.tokens], bucket.valid).transpose(1, 2)
-                    for part in (inputs.decay, inputs.beta)
-                ),
-            )
-            for bucket in self.layout.buckets
+        tokens = Tokens(parts.q, parts.k, parts.v, inputs.decay, inputs.beta)
+        initial = [
+            None if base is None else linear_state(base.cache, index)[1] for base in self.bases
         ]
-        out, state, maps = self._chain(index, spec, factors)
+        walker = walk if self.kernels is None else self.kernels.walker(interiors)
+        walked = walker(
+            self.layout,
+            tokens,
+            initial,
+            interiors,
+            applies_transition=self.mode.applies_transition,
+        )
+        ends = source[self.layout.conv_end].transpose(1, 2).contiguous()
+        states = walked.states.contiguous()
         for request, cache in enumerate(self.caches):
-            conv = source[self.layout.conv_end[request]].transpose(0, 1).contiguous()
-            set_linear_state(cache, index, conv, state[request].contiguous())
+            set_linear_state(cache, index, ends[request], states[request])
         for slot, capture in enumerate(self.layout.captures):
             tail = inputs.raw[max(capture.start, capture.end - spec.kernel + 1) : capture.end]
-            kept = LinearState(maps[capture.request], tail.transpose(0, 1).contiguous())
+            kept = LinearState(walked.maps[capture.request], tail.transpose(0, 1).contiguous())
             self.captured[slot].append(kept)
-        return self.family.linear_output(mixer, out.to(x.dtype), inputs.gate)
+        out, gate = walked.out, inputs.gate
+        if keep is not None:
+            out, gate = out[keep], gate[keep]
+        return self.family.linear_output(mixer, out.to(x.dtype), gate)
 
-    def _conv_source(self, index: int, spec: LinearSpec, raw: Tensor) -> Tensor:
-        """Rows that the convolution may look at: zeros, bases, cached tails, packed tokens."""
+    def _conv_source(
+        self, index: int, spec: LinearSpec, raw: Tensor, interiors: Sequence[LinearState]
+    ) -> Tensor:
+        """Rows that a run's start looks back at: zeros, bases, cached tails, edges of the runs."""
         past = spec.kernel - 1
         rows = [raw.new_zeros(1, spec.channels)]
         for base in self.bases:
@@ -193,82 +246,35 @@ class _Pass:
             else:
                 conv, _ = linear_state(base.cache, index)
                 rows.append(conv[:, conv.shape[1] - past :].transpose(0, 1))
-        for state in self.states:
-            held = state.layers[index]
-            assert isinstance(held, LinearState)
-            rows.append(held.conv_tail.transpose(0, 1).to(raw.device, raw.dtype))
-        return torch.cat([*rows, raw])
-
-    def _chain(
-        self, index: int, spec: LinearSpec, factors: Sequence[ChunkFactors]
-    ) -> tuple[Tensor, Tensor, dict[int, AffineMap]]:
-        """Walk the steps. Returns outputs ``[N, H, V]``, states ``[B, H, K, V]``, captured maps."""
-        device, values = self.model.device, spec.value_dim
-        width = values + (spec.key_dim if self.layout.captures else 0)
-        shape = (len(self.bases), spec.heads, spec.key_dim, width)
-        columns = torch.zeros(shape, dtype=torch.float32, device=device)
-        for request, base in enumerate(self.bases):
-            if base is not None:
-                columns[request, ..., :values] = linear_state(base.cache, index)[1]
-        outputs = [torch.empty_like(bucket.writes) for bucket in factors]
-        begun: dict[int, Tensor] = {}
-        maps: dict[int, AffineMap] = {}
-        for step in self.layout.steps:
-            if isinstance(step, ChunkStep):
-                chunk = factors[step.bucket].select(step.rows)
-                before = columns if step.requests is None else columns[step.requests]
-                out, after = advance(chunk, before)
-                outputs[step.bucket][step.rows] = out
-                if step.requests is None:
-                    columns = after
-                else:
-                    columns[step.requests] = after
-            elif isinstance(step, ReuseStep):
-                self._reuse(index, step, columns[step.request])
-            elif isinstance(step, BeginCapture):
-                begun[step.request] = columns[step.request, ..., :values].clone()
-                columns[step.request, ..., values:] = torch.eye(spec.key_dim, device=device)
-            else:
-                maps[step.request] = _captured_map(columns[step.request], begun.pop(step.request))
-        flat = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outputs])
-        return flat[self.layout.scatter], columns[..., :values], maps
-
-    def _reuse(self, index: int, step: ReuseStep, columns: Tensor) -> None:
-        """Let a cached interior act on one request's state, in place."""
-        held = self.states[step.reuse].layers[index]
-        assert isinstance(held, LinearState)
-        offset = held.map.offset.to(columns.device, columns.dtype)
-        state = columns[..., : offset.shape[-1]]
-        if not self.mode.applies_transition:
-            state += offset
-        elif isinstance(held.map.transition, Dense):
-            matrix = held.map.transition.matrix.to(columns.device, columns.dtype)
-            state.copy_(torch.baddbmm(offset, matrix, state))
-        else:
-            factor = held.map.transition.factor.to(columns.device, columns.dtype)
-            state.copy_(torch.addcmul(offset, factor, state))
+        rows.extend(held.conv_tail.transpose(0, 1).to(raw.dtype) for held in interiors)
+        return torch.cat([*rows, raw[self.layout.edges]])
 
     # -- full attention ------------------------------------------------------------------------
 
-    def _attention(self, index: int, mixer: nn.Module, x: Tensor) -> Tensor:
-        inputs = self.family.attention_inputs(mixer, x)
-        positions = self.layout.positions
-        cos, sin = self.cos[positions], self.sin[positions]
-        queries = rotate(inputs.queries, cos, sin)
-        keys = rotate(inputs.keys, cos, sin)
+    def _attention(self, index: int, mixer: nn.Module, x: Tensor, keep: Tensor | None) -> Tensor:
+        interiors = [held for held in self.feed.layer(index) if isinstance(held, AttentionState)]
+        inputs = self.family.attention_inputs(mixer, x, keep)
+        asking = self.layout.positions if keep is None else self.layout.positions[keep]
+        queries = rotate(inputs.queries, self.cos[asking], self.sin[asking])
         outputs = []
-        for request, cache in enumerate(self.caches):
-            full_keys, full_values = self._gather(index, request, keys, inputs.values)
-            cache.layers[index].update(full_keys.unsqueeze(0), full_values.unsqueeze(0))
-            for block in self.layout.queries[request]:
-                asking = slice(block.start, block.end)
+        for request in range(len(self.bases)):
+            if self.kernels is not None and self.kernels.gathers(interiors, inputs.keys):
+                keys, values = self.kernels.gather(
+                    request,
+                    self._base_kv(request, index),
+                    self.spans[request],
+                    interiors,
+                    (inputs.keys, inputs.values),
+                    (self.cos, self.sin),
+                )
+            else:
+                keys, values = self._gather(index, request, inputs.keys, inputs.values, interiors)
+            if self.caches:
+                set_attention_kv(self.caches[request], index, keys, values)
+            for start, end, seen in self._asking(request, keep):
                 outputs.append(
-                    _attend(
-                        queries[:, asking],
-                        full_keys[:, : block.seen],
-                        full_values[:, : block.seen],
-                        positions[asking],
-                        inputs.scaling,
+                    attend_run(
+                        queries[:, start:end], keys[:, :seen], values[:, :seen], inputs.scaling
                     )
                 )
         for slot, capture in enumerate(self.layout.captures):
@@ -278,76 +284,96 @@ class _Pass:
                     inputs.keys[:, kept].contiguous(), inputs.values[:, kept].contiguous()
                 )
             )
-        return self.family.attention_output(mixer, torch.cat(outputs), inputs.gate)
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return self.family.attention_output(mixer, out, inputs.gate)
+
+    def _asking(self, request: int, keep: Tensor | None) -> list[tuple[int, int, int]]:
+        """Which queries attend together, and how many keys the last of them sees."""
+        if keep is not None:
+            return [(request, request + 1, self.layout.plans[request].length)]
+        return [
+            (run.start, run.end, run.position + run.end - run.start)
+            for run in self.layout.writes[request]
+        ]
+
+    def _base_kv(self, request: int, index: int) -> tuple[Tensor, Tensor] | None:
+        base = self.bases[request]
+        return None if base is None else attention_kv(base.cache, index)
 
     def _gather(
-        self, index: int, request: int, keys: Tensor, values: Tensor
+        self,
+        index: int,
+        request: int,
+        keys: Tensor,
+        values: Tensor,
+        interiors: Sequence[AttentionState],
     ) -> tuple[Tensor, Tensor]:
         """A request's keys (at their positions) and values, ``[Hkv, length, D]``."""
-        heads, _, width = keys.shape
-        length = self.layout.plans[request].length
-        full_keys = keys.new_empty(heads, length, width)
-        full_values = values.new_empty(heads, length, values.shape[-1])
-        base = self.bases[request]
+        spans = self.spans[request]
+        full_keys = keys.new_empty(keys.shape[0], spans.length, keys.shape[-1])
+        full_values = values.new_empty(values.shape[0], spans.length, values.shape[-1])
+        base = self._base_kv(request, index)
+        first = 0
         if base is not None:
-            base_keys, base_values = attention_kv(base.cache, index)
-            full_keys[:, : base.length] = base_keys
-            full_values[:, : base.length] = base_values
-        for write in self.layout.writes[request]:
-            place = slice(write.position, write.position + write.end - write.start)
-            full_keys[:, place] = keys[:, write.start : write.end]
-            full_values[:, place] = values[:, write.start : write.end]
-        for state, interior in zip(self.states, self.layout.interiors, strict=True):
-            if interior.request != request:
-                continue
-            held = state.layers[index]
-            assert isinstance(held, AttentionState)
-            place = slice(interior.start, interior.start + interior.length)
-            seen = place.start if self.mode.moves_keys else state.offset + state.interior[0]
-            turn = slice(seen, seen + interior.length)
-            cached = held.keys.to(keys.device, keys.dtype)
-            full_keys[:, place] = rotate(cached, self.cos[turn], self.sin[turn])
-            full_values[:, place] = held.values
+            first = base[0].shape[1]
+            full_keys[:, :first], full_values[:, :first] = base
+        for run in spans.runs:
+            place = slice(run.position, run.position + run.end - run.start)
+            full_keys[:, place] = keys[:, run.start : run.end]
+            full_values[:, place] = values[:, run.start : run.end]
+        for cached in spans.cached:
+            place = slice(cached.position, cached.position + cached.length)
+            full_keys[:, place] = interiors[cached.interior].keys
+            full_values[:, place] = interiors[cached.interior].values
+        if self.mode.moves_keys:
+            rotate_(
+                full_keys[:, first:],
+                self.cos[first : spans.length],
+                self.sin[first:][: spans.length - first],
+            )
+        else:
+            for position, turn, length in spans.turns:
+                place = slice(position, position + length)
+                turned = slice(turn, turn + length)
+                rotate_(full_keys[:, place], self.cos[turned], self.sin[turned])
         return full_keys, full_values
 
 
-def _convolve(extended: Tensor, weight: Tensor) -> Tensor:
-    """Causal depthwise convolution of ``extended [M, C]`` with ``weight [C, k]``.
+@dataclass(frozen=True)
+class _Cached:
+    """Cached interior ``interior`` stands at ``position``; its keys turn as if at ``turn``."""
 
-    Output m sees inputs m to m + k - 1: ``[M - k + 1, C]``.
+    interior: int
+    position: int
+    length: int
+    turn: int
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Where the keys and values of one request come from, behind its base.
+
+    Attributes:
+        length: tokens of the whole prompt.
+        runs: packed tokens.
+        cached: cached interiors.
     """
-    return F.conv1d(extended.t().unsqueeze(0), weight.unsqueeze(1), groups=weight.shape[0])[0].t()
+
+    length: int
+    runs: tuple[Write, ...]
+    cached: tuple[_Cached, ...]
+
+    @property
+    def turns(self) -> list[tuple[int, int, int]]:
+        """Position, position to turn to, and tokens of every stretch of keys."""
+        computed = [(run.position, run.position, run.end - run.start) for run in self.runs]
+        return computed + [(span.position, span.turn, span.length) for span in self.cached]
 
 
-def _padded(values: Tensor, valid: Tensor | None) -> Tensor:
-    """``values [R, L, H]`` with zeros where a chunk is padded."""
-    return values if valid is None else values * valid.unsqueeze(-1)
-
-
-def _captured_map(columns: Tensor, before: Tensor) -> AffineMap:
-    """``T`` and ``e`` from the columns ``[h | T]`` behind a capture and ``h`` in front of it."""
-    values = before.shape[-1]
-    matrix = columns[..., values:].contiguous()
-    return AffineMap(Dense(matrix), columns[..., :values] - matrix @ before)
-
-
-def _attend(
-    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scaling: float
-) -> Tensor:
-    """Causal attention of queries at ``positions [n]`` over keys at positions 0, 1, ….
-
-    ``queries [Hq, n, D]``, ``keys`` and ``values [Hkv, length, D]``; returns ``[n, Hq * D]``. The
-    queries that share a key head are laid behind one another, so keys are never repeated.
-    """
-    heads, count, width = queries.shape
-    groups, length, _ = keys.shape
-    shared = heads // groups
-    allowed = torch.arange(length, device=keys.device) <= positions.unsqueeze(-1)
-    out = F.scaled_dot_product_attention(
-        queries.reshape(1, groups, shared * count, width),
-        keys.unsqueeze(0),
-        values.unsqueeze(0),
-        attn_mask=allowed.repeat(shared, 1),
-        scale=scaling,
-    )
-    return out[0].view(heads, count, -1).transpose(0, 1).flatten(1)
+def _spans(layout: Layout, request: int, states: Sequence[SegmentState], mode: Mode) -> Spans:
+    cached = []
+    for number, (interior, state) in enumerate(zip(layout.interiors, states, strict=True)):
+        if interior.request == request:
+            turn = interior.start if mode.moves_keys else state.offset + state.interior[0]
+            cached.append(_Cached(number, interior.start, interior.length, turn))
+    return Spans(layout.plans[request].length, layout.writes[request], tuple(cached))

@@ -99,7 +99,7 @@ class AttentionInputs:
     """What a full-attention layer computes from hidden states without any history.
 
     Attributes:
-        queries: before rotation, ``[Hq, N, D]``.
+        queries: before rotation, ``[Hq, N, D]``, or of some tokens only.
         keys: before rotation, ``[Hkv, N, D]``.
         values: ``[Hkv, N, D]``.
         gate: output gate ``[N, Hq * D]``, or None.
@@ -144,9 +144,16 @@ class Family(ABC):
 
     @abstractmethod
     def run_layer(
-        self, layer: nn.Module, x: Tensor, mix: Callable[[nn.Module, Tensor], Tensor]
+        self,
+        layer: nn.Module,
+        x: Tensor,
+        mix: Callable[[nn.Module, Tensor], Tensor],
+        keep: Tensor | None = None,
     ) -> Tensor:
-        """One decoder layer on ``x [N, hidden]``; ``mix(mixer, normed)`` replaces its mixer."""
+        """One decoder layer on ``x [N, hidden]``; ``mix(mixer, normed)`` replaces its mixer.
+
+        With ``keep [n]`` the mixer's result is of these tokens only, and so is the layer's.
+        """
 
     @abstractmethod
     def linear_inputs(self, mixer: nn.Module, x: Tensor) -> LinearInputs:
@@ -165,8 +172,13 @@ class Family(ABC):
         """Output norm, gate and projection of ``out [N, H, V]``: ``[N, hidden]``."""
 
     @abstractmethod
-    def attention_inputs(self, mixer: nn.Module, x: Tensor) -> AttentionInputs:
-        """Projections of a full-attention layer."""
+    def attention_inputs(
+        self, mixer: nn.Module, x: Tensor, keep: Tensor | None = None
+    ) -> AttentionInputs:
+        """Projections of a full-attention layer.
+
+        With ``keep [n]`` there are queries and a gate for these tokens only.
+        """
 
     @abstractmethod
     def attention_output(self, mixer: nn.Module, out: Tensor, gate: Tensor | None) -> Tensor:

@@ -18,6 +18,7 @@ from hypic_rag.families.base import (
     Recurrence,
 )
 from hypic_rag.ops.gated_delta_rule import l2_normalize
+from hypic_rag.ops.linear import apply_linear, gated_feed_forward
 
 __all__ = ["GatedDeltaFamily"]
 
@@ -65,11 +66,16 @@ class GatedDeltaFamily(Family):
         return tuple(kinds[kind] for kind in config.layer_types)
 
     def run_layer(
-        self, layer: nn.Module, x: Tensor, mix: Callable[[nn.Module, Tensor], Tensor]
+        self,
+        layer: nn.Module,
+        x: Tensor,
+        mix: Callable[[nn.Module, Tensor], Tensor],
+        keep: Tensor | None = None,
     ) -> Tensor:
         m: Any = layer
         mixer = m.linear_attn if hasattr(m, "linear_attn") else m.self_attn
-        x = x + mix(mixer, m.input_layernorm(x))
+        mixed = mix(mixer, m.input_layernorm(x))
+        x = mixed + (x if keep is None else x[keep])
         return x + feed_forward(m.mlp, m.post_attention_layernorm(x))
 
     def conv_weight(self, mixer: nn.Module) -> Tensor:
@@ -90,23 +96,26 @@ class GatedDeltaFamily(Family):
             q, k = q.repeat_interleave(repeat, dim=1), k.repeat_interleave(repeat, dim=1)
         return Recurrence(q, k, v.reshape(count, m.num_v_heads, m.head_v_dim).float())
 
-    def attention_inputs(self, mixer: nn.Module, x: Tensor) -> AttentionInputs:
+    def attention_inputs(
+        self, mixer: nn.Module, x: Tensor, keep: Tensor | None = None
+    ) -> AttentionInputs:
         """Gated attention with head-wise query and key norms, as in the Qwen families."""
         m: Any = mixer
         heads = (x.shape[0], -1, m.head_dim)
-        queries, gate = m.q_proj(x).view(x.shape[0], -1, 2 * m.head_dim).chunk(2, dim=-1)
+        asking = x if keep is None else x[keep]
+        projected = apply_linear(m.q_proj, asking)
+        queries, gate = projected.view(asking.shape[0], -1, 2 * m.head_dim).chunk(2, dim=-1)
         return AttentionInputs(
             queries=m.q_norm(queries).transpose(0, 1),
-            keys=m.k_norm(m.k_proj(x).view(heads)).transpose(0, 1),
-            values=m.v_proj(x).view(heads).transpose(0, 1),
-            gate=gate.reshape(x.shape[0], -1),
+            keys=m.k_norm(apply_linear(m.k_proj, x).view(heads)).transpose(0, 1),
+            values=apply_linear(m.v_proj, x).view(heads).transpose(0, 1),
+            gate=gate.reshape(asking.shape[0], -1),
             scaling=m.scaling,
         )
 
     def attention_output(self, mixer: nn.Module, out: Tensor, gate: Tensor | None) -> Tensor:
         m: Any = mixer
-        projected: Tensor = m.o_proj(out if gate is None else out * torch.sigmoid(gate))
-        return projected
+        return apply_linear(m.o_proj, out if gate is None else out * torch.sigmoid(gate))
 
 
 def log_decay(mixer: nn.Module, a: Tensor) -> Tensor:
@@ -121,5 +130,8 @@ def feed_forward(mlp: nn.Module, x: Tensor) -> Tensor:
 
     Sparse layers want a batch dimension, and some return their routing beside the result.
     """
+    dense = gated_feed_forward(mlp, x)
+    if dense is not None:
+        return dense
     result: Tensor | tuple[Tensor, ...] = mlp(x.unsqueeze(0))
     return (result[0] if isinstance(result, tuple) else result).squeeze(0)

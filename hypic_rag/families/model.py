@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hypic_rag.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from hypic_rag.families import FAMILIES, Family, family_for
 from hypic_rag.families.base import LayerSpec, LinearSpec
+from hypic_rag.ops.linear import apply_linear
 
 __all__ = ["HybridModel", "describe", "load_pretrained", "wrap"]
 
@@ -81,8 +82,7 @@ class HybridModel:
 
     def logits(self, x: Tensor) -> Tensor:
         """Final norm and output head on ``x [n, hidden]``: ``[n, vocab]``."""
-        logits: Tensor = self.module.lm_head(self.module.model.norm(x))
-        return logits
+        return apply_linear(self.module.lm_head, self.module.model.norm(x))
 
     def segment_bytes(self, tokens: int) -> int:
         """Bytes of the state of a segment with ``tokens`` interior tokens."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from hypic_rag.families.base import LinearInputs
 from hypic_rag.families.gated_delta import GatedDeltaFamily, log_decay
+from hypic_rag.ops.linear import apply_linear
 
 __all__ = ["Qwen35"]
 
@@ -20,14 +21,13 @@ class Qwen35(GatedDeltaFamily):
     def linear_inputs(self, mixer: nn.Module, x: Tensor) -> LinearInputs:
         m: Any = mixer
         return LinearInputs(
-            raw=m.in_proj_qkv(x),
-            decay=log_decay(m, m.in_proj_a(x)),
-            beta=m.in_proj_b(x).sigmoid().float(),
-            gate=m.in_proj_z(x).unflatten(-1, (m.num_v_heads, m.head_v_dim)),
+            raw=apply_linear(m.in_proj_qkv, x),
+            decay=log_decay(m, apply_linear(m.in_proj_a, x)),
+            beta=apply_linear(m.in_proj_b, x).sigmoid().float(),
+            gate=apply_linear(m.in_proj_z, x).view(-1, m.num_v_heads, m.head_v_dim),
         )
 
     def linear_output(self, mixer: nn.Module, out: Tensor, gate: Tensor) -> Tensor:
         m: Any = mixer
         normed = m.norm(out.flatten(0, 1), gate.flatten(0, 1))
-        projected: Tensor = m.out_proj(normed.view(out.shape[0], -1))
-        return projected
+        return apply_linear(m.out_proj, normed.view(out.shape[0], -1))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hypic_rag.families.base import LinearInputs
 from hypic_rag.families.gated_delta import log_decay
 from hypic_rag.families.qwen3_5 import Qwen35
+from hypic_rag.ops.linear import apply_linear
 
 __all__ = ["Qwen3Next"]
 
@@ -23,9 +24,10 @@ class Qwen3Next(Qwen35):
         m: Any = mixer
         tokens, repeat = x.shape[0], m.num_v_heads // m.num_k_heads
         width = repeat * m.head_v_dim
-        grouped = m.in_proj_qkvz(x).view(tokens, m.num_k_heads, -1)
-        q, k, v, z = grouped.split((m.head_k_dim, m.head_k_dim, width, width), dim=-1)
-        b, a = m.in_proj_ba(x).view(tokens, m.num_k_heads, -1).split((repeat, repeat), dim=-1)
+        grouped = apply_linear(m.in_proj_qkvz, x).view(tokens, m.num_k_heads, -1)
+        q, k, v, z = torch.split(grouped, [m.head_k_dim, m.head_k_dim, width, width], dim=-1)
+        both = apply_linear(m.in_proj_ba, x).view(tokens, m.num_k_heads, -1)
+        b, a = torch.split(both, repeat, dim=-1)
         return LinearInputs(
             raw=torch.cat([part.reshape(tokens, -1) for part in (q, k, v)], dim=-1),
             decay=log_decay(m, a.reshape(tokens, -1)),

@@ -26,7 +26,15 @@ from torch import Tensor
 
 from hypic_rag.operators import AffineMap, Dense
 
-__all__ = ["CHUNK", "ChunkFactors", "advance", "chunk_factors", "chunk_map", "l2_normalize", "scan"]
+__all__ = [
+    "CHUNK",
+    "ChunkFactors",
+    "advance_",
+    "chunk_factors",
+    "chunk_map",
+    "l2_normalize",
+    "scan",
+]
 
 CHUNK = 64
 """Tokens of one chunk: the size the library uses."""
@@ -41,23 +49,26 @@ def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
 class ChunkFactors:
     """What equation (3) needs of chunks, whatever the state in front of them.
 
-    Shapes, float32: ``writes`` u ``[R, H, L, V]``, ``reads`` w ``[R, H, L, K]``, ``queries``
-    ``[R, H, L, K]``, ``scores [R, H, L, L]``, ``keys [R, H, L, K]``, ``decay [R, H, 1, 1]``.
+    Shapes, float32: ``writes`` u ``[R, H, L, V]``, ``probes [R, H, 2 L, K]``: reads w above
+    queries, ``scores [R, H, L, L]``, ``keys [R, H, K, L]``, ``decay [R, H, 1, 1]``.
     """
 
     writes: Tensor
-    reads: Tensor
-    queries: Tensor
+    probes: Tensor
     scores: Tensor
     keys: Tensor
     decay: Tensor
+
+    @property
+    def length(self) -> int:
+        """Tokens of a chunk, padding included."""
+        return self.writes.shape[-2]
 
     def select(self, rows: Tensor | slice) -> ChunkFactors:
         """The factors of the chunks ``rows``."""
         return ChunkFactors(
             self.writes[rows],
-            self.reads[rows],
-            self.queries[rows],
+            self.probes[rows],
             self.scores[rows],
             self.keys[rows],
             self.decay[rows],
@@ -79,46 +90,54 @@ def chunk_factors(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> C
     length, values = k.shape[-2], v.shape[-1]
     total = g.cumsum(-1)
     later = torch.ones(length, length, dtype=torch.bool, device=k.device).triu(1)
-    pairwise = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
-    k_beta = k * beta.unsqueeze(-1)
+    pairwise = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill_(later, -torch.inf).exp_()
     growth = total.exp().unsqueeze(-1)
+    strength = beta.unsqueeze(-1)
+    gram = torch.cat((k, q), dim=-2) @ k.transpose(-1, -2)
     # Only the strictly lower part is read: the diagonal counts as ones.
-    system = (k_beta @ k.transpose(-1, -2)) * pairwise
-    right = torch.cat((v * beta.unsqueeze(-1), k_beta * growth), dim=-1)
+    system = gram[..., :length, :].mul_(pairwise).mul_(strength)
+    right = torch.cat((v * strength, k * (strength * growth)), dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     end = total[..., -1:]
     return ChunkFactors(
-        writes=solved[..., :values],
-        reads=solved[..., values:],
-        queries=q * growth,
-        scores=(q @ k.transpose(-1, -2)) * pairwise,
-        keys=k * (end - total).exp().unsqueeze(-1),
+        writes=solved[..., :values].contiguous(),
+        probes=torch.cat((solved[..., values:], q * growth), dim=-2),
+        scores=gram[..., length:, :] * pairwise,
+        keys=(k * (end - total).exp_().unsqueeze(-1)).transpose(-1, -2),
         decay=end.exp().unsqueeze(-1),
     )
 
 
-def advance(factors: ChunkFactors, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs of the chunks and the columns behind them (equation 3).
+def advance_(factors: ChunkFactors, state: Tensor, out: Tensor) -> None:
+    """Let ``R`` chunks act on the columns in front of them, in place (equation 3).
 
     Args:
         factors: of ``R`` chunks.
-        state: ``[R, H, K, V]``, or ``[R, H, K, V + K]`` to carry a transition along.
-
-    Returns:
-        outputs ``[R, H, L, V]`` and the new columns, shape of ``state``.
+        state: ``[R, H, K, V]``, or ``[R, H, K, V + K]`` to carry a transition along; contiguous.
+        out: ``[R, H, L, V]``, contiguous; receives the outputs.
     """
-    values = factors.writes.shape[-1]
-    change = -(factors.reads @ state)
-    change[..., :values] += factors.writes
-    out = factors.queries @ state[..., :values] + factors.scores @ change[..., :values]
-    return out, factors.decay * state + factors.keys.transpose(-1, -2) @ change
+    length, values = factors.length, factors.writes.shape[-1]
+    probes, columns = factors.probes.flatten(0, 1), state.flatten(0, 1)
+    writes, scores = factors.writes.flatten(0, 1), factors.scores.flatten(0, 1)
+    if columns.shape[-1] == values:
+        probed = torch.bmm(probes, columns)
+        change = torch.sub(writes, probed[:, :length])
+        answers = probed[:, length:]
+    else:
+        change = torch.bmm(probes[:, :length], columns).neg_()
+        change[..., :values] += writes
+        answers = torch.bmm(probes[:, length:], columns[..., :values])
+    torch.baddbmm(answers, scores, change[..., :values], out=out.flatten(0, 1))
+    columns.mul_(factors.decay.flatten(0, 1))
+    columns.baddbmm_(factors.keys.flatten(0, 1), change)
 
 
 def chunk_map(factors: ChunkFactors) -> AffineMap:
     """``T [R, H, K, K]`` and ``e [R, H, K, V]`` of whole chunks (equation 1)."""
-    keys = factors.keys.transpose(-1, -2)
-    eye = torch.eye(factors.keys.shape[-1], dtype=keys.dtype, device=keys.device)
-    return AffineMap(Dense(factors.decay * eye - keys @ factors.reads), keys @ factors.writes)
+    reads = factors.probes[..., : factors.length, :]
+    eye = torch.eye(reads.shape[-1], dtype=reads.dtype, device=reads.device)
+    matrix = factors.decay * eye - factors.keys @ reads
+    return AffineMap(Dense(matrix), factors.keys @ factors.writes)
 
 
 def scan(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["rotate"]
+__all__ = ["rotate", "rotate_"]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -26,3 +26,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     swapped = torch.cat((-second, first), dim=-1)
     rotated = (turned * cos + swapped * sin).to(x.dtype)
     return torch.cat((rotated, passed), dim=-1) if passed.shape[-1] else rotated
+
+
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """:func:`rotate` in place; the result is the same to the last bit."""
+    half = cos.shape[-1] // 2
+    if half == 0:
+        return x
+    first, second = x[..., :half], x[..., half : 2 * half]
+    turned_first = first * cos[..., :half]
+    turned_first -= second * sin[..., :half]
+    turned_second = second * cos[..., half:]
+    turned_second += first * sin[..., half:]
+    first.copy_(turned_first)
+    second.copy_(turned_second)
+    return x
