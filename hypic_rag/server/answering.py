@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from hypic_rag.answers import Answer, Source
 from hypic_rag.chat import ChatSession
+from hypic_rag.errors import ContextLengthError
 from hypic_rag.knowledge_base import AnswerStream, KnowledgeBase
 from hypic_rag.server.protocol import ChatCall
 from hypic_rag.server.sessions import SessionPool, session_key
@@ -81,6 +82,7 @@ class Answering:
         Whoever closes the iterator early abandons the answer; the conversation's cache goes too.
         """
         kb = self.view(tenant, call.system_prompt)
+        _require_short(kb, call)
         identity = _identity(tenant, kb, call)
         session, conversation = self._session(kb, call, identity)
         stream = session.stream(call.question, call.filters, call.sampling)
@@ -117,6 +119,18 @@ class Answering:
         if call.history:
             session.restore(call.history, call.filters)
         return session, "rebuilt" if call.history else "new"
+
+
+def _require_short(kb: KnowledgeBase, call: ChatCall) -> None:
+    """Refuse what can't fit before time is spent on retrieving for it."""
+    limit = kb.model.context_length
+    for question in (*(question for question, _ in call.history), call.question):
+        length = len(kb.prompt.question(question))
+        if length >= limit:
+            raise ContextLengthError(
+                f"A question has {length} tokens, but the model's context holds {limit}: "
+                "ask a shorter one."
+            )
 
 
 def _identity(tenant: str, kb: KnowledgeBase, call: ChatCall) -> list[Any]:

@@ -562,7 +562,11 @@ def _on_http_error(request: Request, error: Exception) -> Response:
 
 def _on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
+    errors = error.errors()
+    first = errors[0]
+    if first["loc"][-1] == "str":  # of the alternatives, the one that came closest says most
+        among = [one for one in errors if one["loc"][: len(first["loc"]) - 1] == first["loc"][:-1]]
+        first = max(among, key=lambda one: len(one["loc"]))
     if first["type"] == "json_invalid":
         return _on_error(request, ApiError(400, "The body is no valid JSON.", "invalid_json"))
     param = _param(first["loc"][1:])

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hypic_rag.server.errors import ApiError
+from hypic_rag.server.errors import ApiError, as_api_error
 
 __all__ = ["Gate"]
 
@@ -54,11 +54,13 @@ class Gate:
             await self._app(scope, receive, send)
             return
         status = 499  # the client went away
+        started = False
         headers = {**_HEADERS, "X-Request-Id": uuid.uuid4().hex}
 
         async def sending(message: Message) -> None:
-            nonlocal status
+            nonlocal started, status
             if message["type"] == "http.response.start":
+                started = True
                 status = message["status"]
                 MutableHeaders(scope=message).update(headers)
             await send(message)
@@ -67,8 +69,10 @@ class Gate:
             self._check(Headers(scope=scope))
             limit = self._limits.get(scope["path"], self._limits[""])
             await self._app(scope, _limited(scope, receive, limit), sending)
-        except ApiError as error:
-            await _refuse(error, sending)
+        except Exception as error:
+            if started:
+                raise
+            await _refuse(as_api_error(error), sending)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._count(route, status)
