@@ -130,6 +130,20 @@ def read_records(folder: Path, model: HybridModel) -> dict[tuple[str, int, int],
     return found
 
 
+def append_records(
+    folder: Path, model: HybridModel, shard: tuple[int, int], records: Sequence[Record]
+) -> None:
+    """Append to this shard's file; a line that a stopped process tore is ended first."""
+    if not records:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    own = folder / f"{model.fingerprint[:12]}.{shard[0]}of{shard[1]}.jsonl"
+    torn = own.exists() and not own.read_bytes().endswith(b"\n")
+    with own.open("a", encoding="utf-8") as file:
+        file.write("\n" if torn else "")
+        file.writelines(record.to_json() + "\n" for record in records)
+
+
 def run(
     model: HybridModel,
     folder: Path,
@@ -151,26 +165,19 @@ def run(
         unit: contexts at once, at 8 chunks.
         words: shortest and longest chunk in words.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     done = set(read_records(folder, model))
     maker = TrialMaker(model, words)
     conditioner = Conditioner(maker)
-    own = folder / f"{model.fingerprint[:12]}.{shard[0]}of{shard[1]}.jsonl"
-    torn = own.exists() and not own.read_bytes().endswith(b"\n")
-    with own.open("a", encoding="utf-8") as file, torch.inference_mode():
-        if torn:
-            file.write("\n")
+    with torch.inference_mode():
         for stage in stages:
             began = time.monotonic()
             seeds = range(shard[0], contexts, shard[1])
             size = max(1, unit * 8 // stage.chunks)
             for start in range(0, len(seeds), size):
                 chosen = seeds[start : start + size]
-                fresh = _unit(maker, conditioner, stage, chosen, done)
-                for record in fresh:
-                    file.write(record.to_json() + "\n")
-                    done.add(record.key)
-                file.flush()
+                fresh = list(_unit(maker, conditioner, stage, chosen, done))
+                append_records(folder, model, shard, fresh)
+                done.update(record.key for record in fresh)
             took = time.monotonic() - began
             print(f"{stage.name}, {stage.chunks} chunks: {took:.0f} s", flush=True)
 
@@ -308,7 +315,8 @@ def report(model: HybridModel, folder: Path) -> str:
 # --------------------------------------------------------------------------------------------
 
 
-def _shard(text: str) -> tuple[int, int]:
+def parse_shard(text: str) -> tuple[int, int]:
+    """``NUMBER/COUNT``: which part of the work a process does."""
     number, slash, count = text.partition("/")
     if not slash or not number.isdecimal() or not count.isdecimal() or int(number) >= int(count):
         raise ConfigError(f"A shard is NUMBER/COUNT with NUMBER < COUNT, not {text!r}.")
@@ -340,7 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="small", help="name or folder of the model")
     parser.add_argument("--questions", type=int, default=500, help="per category and size")
     parser.add_argument("--stages", help="such as main:8,seams; default all")
-    parser.add_argument("--shard", type=_shard, default=(0, 1), help="NUMBER/COUNT")
+    parser.add_argument("--shard", type=parse_shard, default=(0, 1), help="NUMBER/COUNT")
     parser.add_argument("--json", type=Path, help="with report: also write all rows here")
     chosen = parser.parse_args(arguments)
     model = load_model(chosen.model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from hypic_rag.engine.pieces import encode_pieces, seam_cuts, state_from_pieces
 from hypic_rag.errors import ConfigError
 from hypic_rag.evaluation import facts
 from hypic_rag.evaluation.fidelity import compare
-from hypic_rag.evaluation.trials import Trial, TrialMaker, common_start
+from hypic_rag.evaluation.trials import Asked, Trial, TrialMaker, common_start
 from hypic_rag.families.model import HybridModel
 from hypic_rag.ingest.chunking import SEPARATOR
 from hypic_rag.operators import AffineMap, Elementwise
@@ -209,23 +209,31 @@ def run_cell(
         for trial, held, count in zip(trials, states, shared, strict=True)
     ]
     contexts = [assembly.context for assembly in engine.assemble(fronts, mode)]
-    jobs: list[tuple[Context, tuple[int, ...], tuple[int, ...]]] = []
-    for trial, context, count in zip(trials, contexts, shared, strict=True):
-        for asked, reference in zip(trial.asked, trial.references, strict=True):
-            rest = asked.question[count:]
-            jobs.append((context, rest, reference.continuation))
-            if asked.expected != reference.continuation:
-                jobs.append((context, rest, asked.expected))
-    return _score(model, trials, jobs)
+
+    def behind(place: int, asked: Asked, end: tuple[int, ...]) -> Request:
+        return Request((), (), asked.question[shared[place] :] + end, contexts[place])
+
+    return score_requests(model, trials, behind)
 
 
-def _score(
+def score_requests(
     model: HybridModel,
     trials: Sequence[Trial],
-    jobs: Sequence[tuple[Context, tuple[int, ...], tuple[int, ...]]],
+    make: Callable[[int, Asked, tuple[int, ...]], Request],
+    mode: Mode = Mode.SEAM,
 ) -> list[list[Outcome]]:
-    requests = [Request((), (), rest + end[:-1], context) for context, rest, end in jobs]
-    assemblies = iter(assemble(model, requests, all_logits=True))
+    """Outcomes per trial and question of the requests that ``make`` gives.
+
+    ``make`` is called with a trial's place, a question and the tokens of an answer that it must put
+    behind the question, so that one pass tells what greedy decoding would do.
+    """
+    requests = []
+    for place, trial in enumerate(trials):
+        for asked, reference in zip(trial.asked, trial.references, strict=True):
+            requests.append(make(place, asked, reference.continuation[:-1]))
+            if asked.expected != reference.continuation:
+                requests.append(make(place, asked, asked.expected[:-1]))
+    assemblies = iter(assemble(model, requests, mode, all_logits=True))
 
     def predictions(count: int) -> Tensor:
         logits = next(assemblies).logits
