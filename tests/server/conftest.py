@@ -9,12 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("fastapi")
-pytest.importorskip("faiss")
-
 import httpx
+import pytest
 import uvicorn
 
 from hypic_rag import KnowledgeBase, load_model
