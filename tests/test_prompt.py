@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from hypic_rag.engine.prompt import PromptFormat
@@ -82,3 +84,54 @@ def test_the_small_tokenizer_is_lossless(prompt: PromptFormat, text: str) -> Non
 def test_question_formats_are_checked(small_model: HybridModel, form: str) -> None:
     with pytest.raises(ConfigError, match="once"):
         PromptFormat(small_model, form)
+
+
+def test_threads_do_not_disturb_each_other(prompt: PromptFormat, small_model: HybridModel) -> None:
+    # Whether special tokens are recognised is a property of the tokenizer while it works.
+    text, marked = "A <|end|> in a text. " * 8, "<|user|>\n<|end|>\n" * 8
+    wanted = (prompt.text(text), prompt.formatted(marked))
+
+    def tokenise(turn: int) -> bool:
+        other = PromptFormat(small_model) if turn % 2 else prompt
+        return (other.text(text), other.formatted(marked)) == wanted
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(tokenise, range(400)))
+
+
+def test_a_conversation_is_the_rendered_template(
+    prompt: PromptFormat, small_model: HybridModel
+) -> None:
+    said = [("system", SYSTEM), ("user", "A?"), ("assistant", "Yes."), ("user", "B? <|end|>")]
+    ids = prompt.conversation(said)
+    rendered = small_model.tokenizer.apply_chat_template(
+        [{"role": role, "content": content} for role, content in said],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert small_model.tokenizer.decode(list(ids)) == rendered
+    end = small_model.tokenizer.convert_tokens_to_ids("<|end|>")
+    assert ids.count(end) == 4
+    with pytest.raises(ConfigError, match="at least one"):
+        prompt.conversation([])
+
+
+def test_a_conversation_that_the_template_refuses(
+    small_model: HybridModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing = "{{ raise_exception('Only users may speak.') }}"
+    monkeypatch.setattr(small_model.tokenizer, "chat_template", refusing)
+    with pytest.raises(ConfigError, match="Only users may speak"):
+        PromptFormat(small_model).conversation([("assistant", "Hi.")])
+    monkeypatch.setattr(small_model.tokenizer, "chat_template", "{{ messages[0]['content'] }}")
+    with pytest.raises(ConfigError, match="'user'"):
+        PromptFormat(small_model).conversation([("user", "Hi."), ("user", "Ho.")])
+
+
+def test_a_conversation_without_a_template(
+    small_model: HybridModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(small_model.tokenizer, "chat_template", None)
+    plain = PromptFormat(small_model)
+    ids = plain.conversation([("system", "Be brief."), ("user", "Hi.")])
+    assert plain.decode(list(ids)) == "system: Be brief.\nuser: Hi.\nassistant:"

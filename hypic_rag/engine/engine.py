@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -12,13 +13,15 @@ from hypic_rag.engine.assemble import Assembly, Request, assemble
 from hypic_rag.engine.context import Context, forward, new_cache
 from hypic_rag.engine.encode import encode_segments
 from hypic_rag.engine.generate import generate_tokens
+from hypic_rag.engine.prompt import PromptFormat
 from hypic_rag.engine.self_test import self_test
+from hypic_rag.engine.streaming import stream_text
 from hypic_rag.errors import ConfigError, ContextLengthError
 from hypic_rag.families.model import HybridModel, load_pretrained
 from hypic_rag.segments import Segment
 from hypic_rag.states import SegmentState
 
-__all__ = ["SMALL_MODEL", "Engine", "load_model"]
+__all__ = ["SMALL_MODEL", "Engine", "checkpoint_path", "load_model"]
 
 SMALL_MODEL = "small"
 """Name of the model that ships with the package."""
@@ -50,13 +53,18 @@ def load_model(
         dtype = torch.float32
     elif isinstance(dtype, str) and dtype != "auto":
         dtype = _dtype(dtype)
-    path = name_or_path
-    if str(name_or_path) == SMALL_MODEL:
-        path = Path(__file__).parent.parent / "data" / "small_model"
+    path = checkpoint_path(name_or_path)
     model = load_pretrained(path, device=place, dtype=dtype, name=str(name_or_path))
     if check:
         self_test(model)
     return model
+
+
+def checkpoint_path(name_or_path: str | Path) -> str | Path:
+    """Where a checkpoint lies: the shipped model's folder for ``"small"``, else what was given."""
+    if str(name_or_path) == SMALL_MODEL:
+        return Path(__file__).parent.parent / "data" / "small_model"
+    return name_or_path
 
 
 def _device(name: str | torch.device) -> torch.device:
@@ -87,6 +95,11 @@ class Engine:
 
     def __init__(self, model: HybridModel) -> None:
         self.model = model
+
+    @cached_property
+    def prompt(self) -> PromptFormat:
+        """How this model's prompts are put together."""
+        return PromptFormat(self.model)
 
     def prefill(self, token_ids: Sequence[int], base: Context | None = None) -> Context:
         """Prefill ``token_ids`` behind ``base`` without any cached segment.
@@ -126,3 +139,13 @@ class Engine:
     def generate(self, context: Context, sampling: Sampling | None = None) -> Iterator[int]:
         """Answer tokens one by one; see :func:`~hypic_rag.engine.generate.generate_tokens`."""
         return generate_tokens(self.model, context, sampling or Sampling())
+
+    def stream_text(
+        self,
+        context: Context,
+        sampling: Sampling | None = None,
+        kept: list[int] | None = None,
+    ) -> Iterator[str]:
+        """An answer's text as it grows; every generated id is appended to ``kept``."""
+        ids = [] if kept is None else kept
+        return stream_text(self.prompt, self.generate(context, sampling), ids)

@@ -7,8 +7,12 @@ wherever it stands. Text that comes from documents or users never becomes a spec
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
+
+from jinja2 import TemplateError
 
 from hypic_rag.errors import ConfigError
 from hypic_rag.families.model import HybridModel
@@ -18,6 +22,8 @@ __all__ = ["PromptFormat"]
 
 _MARKS = ("\u2402user-1\u2403", "\u2402assistant\u2403", "\u2402user-2\u2403")
 _SYSTEM_MARK = "\u2402system\u2403"
+_TOKENIZING = threading.Lock()
+"""Held by whoever tokenises, with whatever tokenizer: several prompt formats may share one."""
 
 
 class PromptFormat:
@@ -44,16 +50,16 @@ class PromptFormat:
     def prefix(self, system: str | None) -> tuple[int, ...]:
         """Ids in front of the first segment; ``system`` None or empty leaves the block out."""
         if not self._templated:
-            start = self._template_ids(getattr(self._tokenizer, "bos_token", None) or "")
+            start = self.formatted(getattr(self._tokenizer, "bos_token", None) or "")
             return start + (self.text(system + "\n\n") if system else ())
         if not system:
-            return self._template_ids(self._cut(None)[0])
+            return self.formatted(self._cut(None)[0])
         before, found, after = self._cut(_SYSTEM_MARK)[0].partition(_SYSTEM_MARK)
         if not found:
             raise ConfigError(
                 "The model's chat template drops the system prompt: serve it without one."
             )
-        return self._template_ids(before) + self.text(system) + self._template_ids(after)
+        return self.formatted(before) + self.text(system) + self.formatted(after)
 
     def segment(self, text: str) -> Segment:
         """The segment for ``text``, exactly as the model will see it."""
@@ -63,27 +69,68 @@ class PromptFormat:
         """Ids behind the last segment, up to where the answer starts."""
         asked = self.text(self._question.replace("{question}", question))
         closing = self._cut(None)[1] if self._templated else "\nAnswer:"
-        return asked + self._template_ids(closing)
+        return asked + self.formatted(closing)
 
     @cached_property
     def next_turn(self) -> tuple[int, ...]:
         """Ids between an answer's last token and the next turn's first segment."""
-        return self._template_ids(self._cut(None)[2] if self._templated else "\n\n")
+        return self.formatted(self._cut(None)[2] if self._templated else "\n\n")
+
+    def conversation(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
+        """Ids of a whole conversation, up to where the next answer starts.
+
+        Args:
+            messages: (role, content); the roles are ``system``, ``user`` and ``assistant``.
+
+        Raises:
+            ConfigError: there are no messages, or the chat template refuses or changes them.
+        """
+        if not messages:
+            raise ConfigError("A conversation needs at least one message.")
+        if not self._templated:
+            start = getattr(self._tokenizer, "bos_token", None) or ""
+            said = "".join(f"{role}: {content}\n" for role, content in messages)
+            return self.formatted(start) + self.text(f"{said}assistant:")
+        marks = [f"\u2402message-{number}\u2403" for number in range(len(messages))]
+        turns = [_message(role, mark) for (role, _), mark in zip(messages, marks, strict=True)]
+        try:
+            rest = self._render(turns, ask=True)
+        except TemplateError as error:
+            raise ConfigError(
+                f"The model's chat template refuses the messages: {error}."
+            ) from error
+        ids: tuple[int, ...] = ()
+        for (role, content), mark in zip(messages, marks, strict=True):
+            before, found, rest = rest.partition(mark)
+            if not found or mark in rest:
+                raise ConfigError(
+                    f"The model's chat template drops, moves or repeats a message of the role "
+                    f"{role!r}: leave it out."
+                )
+            ids += self.formatted(before) + self.text(content)
+        return ids + self.formatted(rest)
 
     def text(self, text: str) -> tuple[int, ...]:
         """Ids of plain text: no special tokens added, none recognised."""
-        ids = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)
-        return tuple(ids["input_ids"])
+        return self._ids(text, plain=True)
+
+    def formatted(self, text: str) -> tuple[int, ...]:
+        """Ids of text that is in the chat template's form: special tokens are recognised.
+
+        Never for text that comes from documents or users.
+        """
+        return self._ids(text, plain=False) if text else ()
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of generated ids, special tokens left out."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
 
-    def _template_ids(self, text: str) -> tuple[int, ...]:
-        if not text:
-            return ()
-        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+    def _ids(self, text: str, *, plain: bool) -> tuple[int, ...]:
+        # A call leaves its options behind in the tokenizer, where another thread would meet them.
+        with _TOKENIZING:
+            ids = self._tokenizer(text, add_special_tokens=False, split_special_tokens=plain)
+        return tuple(ids["input_ids"])
 
     def _cut(self, system: str | None) -> tuple[str, str, str]:
         """The template's text before a user's turn, behind it, and from an answer to the next."""
