@@ -50,8 +50,9 @@ class HypicIngestion(StaysInProcess, TransformComponent):
     All nodes of a document are expected in one call, as LlamaIndex gives them, and replace what was
     stored of it. Only nodes that are linked to stored ones as previous or next are added to these.
 
-    A pipeline's cache never skips this step. It only keeps copies of its results:
-    ``disable_cache=True`` saves that. The step can't be sent to other processes.
+    A pipeline's cache never skips this step, but it may give old nodes from the steps before it,
+    since it doesn't look at which metadata is excluded: ``disable_cache=True`` is best. The step
+    can't be sent to other processes.
 
     Args:
         kb: the knowledge base.

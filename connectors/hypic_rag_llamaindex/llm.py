@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -121,7 +122,7 @@ class HypicLLM(CustomLLM):
         self._own_messages = messages_to_prompt is not None
         self._own_completion = completion_to_prompt is not None
         if messages_to_prompt is None:
-            self.messages_to_prompt = self._render
+            self.messages_to_prompt = functools.partial(_render, engine)
 
     @classmethod
     def class_name(cls) -> str:
@@ -352,25 +353,22 @@ class HypicLLM(CustomLLM):
             assert self.completion_to_prompt is not None
             prompt, formatted = self.completion_to_prompt(prompt), True
         if formatted:
-            return self._formatted_ids(prompt)
+            return self._engine.prompt.formatted(prompt)
         head = [("system", self.system_prompt)] if self.system_prompt else []
         return self._engine.prompt.conversation([*head, ("user", prompt)])
 
     def _chat_ids(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
         if self._own_messages:
             assert self.messages_to_prompt is not None
-            return self._formatted_ids(self.messages_to_prompt(messages))
+            return self._engine.prompt.formatted(self.messages_to_prompt(messages))
         return self._engine.prompt.conversation(_plain(messages))
 
-    def _formatted_ids(self, prompt: str) -> tuple[int, ...]:
-        tokenizer = self._engine.model.require_tokenizer()
-        return tuple(tokenizer(prompt, add_special_tokens=False)["input_ids"])
 
-    def _render(self, messages: Sequence[ChatMessage]) -> str:
-        """The conversation in the model's chat template, as text."""
-        token_ids = self._engine.prompt.conversation(_plain(messages))
-        text: str = self._engine.model.require_tokenizer().decode(list(token_ids))
-        return text
+def _render(engine: Engine, messages: Sequence[ChatMessage]) -> str:
+    """A conversation in the model's chat template, as text."""
+    token_ids = engine.prompt.conversation(_plain(messages))
+    text: str = engine.model.require_tokenizer().decode(list(token_ids))
+    return text
 
 
 def _plain(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
