@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hypic_rag.engine.context import Context, attention_kv, forward, linear_state, new_cache
 from hypic_rag.engine.generate import stop_tokens
+from hypic_rag.engine.probe import kl_divergence
 from hypic_rag.errors import ConfigError
 from hypic_rag.families.base import LinearSpec
 from hypic_rag.families.model import HybridModel
@@ -111,13 +112,6 @@ def follow(model: HybridModel, context: Context, continuation: Sequence[int]) ->
         model.module, list(continuation[:-1]), copy.length, copy.cache, all_logits=True
     )
     return torch.cat([context.logits.unsqueeze(0), behind])
-
-
-def kl_divergence(reference: Tensor, logits: Tensor) -> float:
-    """KL(reference || other) in nats of two next-token distributions, from logits ``[vocab]``."""
-    log_p = reference.double().log_softmax(-1)
-    log_q = logits.double().log_softmax(-1)
-    return max(0.0, float((log_p.exp() * (log_p - log_q)).sum()))
 
 
 @dataclass(frozen=True)

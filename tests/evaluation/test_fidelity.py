@@ -39,6 +39,7 @@ def test_kl_is_that_of_the_definition() -> None:
     expected = 0.5 * math.log(2) + 0.25 * math.log(0.5)
     assert kl_divergence(p.log() + 3, q.log()) == pytest.approx(expected)
     assert kl_divergence(p, p) == 0.0
+    assert math.isnan(kl_divergence(p, q * math.nan))
 
 
 def test_compare_finds_the_first_divergence() -> None:

@@ -198,3 +198,17 @@ def test_the_command(kb: KnowledgeBase, tmp_path: Path) -> None:
     assert page.read_text(encoding="utf-8").endswith("</html>")
     strict = CliRunner().invoke(app, [*options, "--max-kl", "1e-12"])
     assert strict.exit_code == 1
+
+
+def test_watching_a_knowledge_base(kb: KnowledgeBase) -> None:
+    """Requests are compared in the background; full recompute isn't compared with itself."""
+    probe = kb.watch(max_kl=10.0, share=1.0)
+    try:
+        kb.ask(QUESTIONS[0].text, top_k=2, exact=True)
+        assert probe.status.offered == 0
+        kb.ask(QUESTIONS[0].text, top_k=2)
+        assert probe.status.offered == 1
+    finally:
+        probe.close()
+        kb.probe = None
+    assert probe.status.compared == 1 and 0.0 <= probe.status.mean_kl < 10.0
