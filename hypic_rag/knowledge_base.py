@@ -16,6 +16,7 @@ from hypic_rag.config import Mode, Sampling, Seam
 from hypic_rag.engine.assemble import Request
 from hypic_rag.engine.context import Context
 from hypic_rag.engine.engine import Engine, load_model
+from hypic_rag.engine.probe import FidelityProbe
 from hypic_rag.engine.prompt import PromptFormat
 from hypic_rag.engine.segment_cache import Fetched, SegmentCache
 from hypic_rag.engine.streaming import stream_text
@@ -77,6 +78,7 @@ class KnowledgeBase:
         self._lock = threading.Lock()
         self._prefixes: dict[str | None, Context] = {}
         self._cache: SegmentCache | None = None
+        self.probe: FidelityProbe | None = None
 
     @classmethod
     def open(
@@ -155,6 +157,8 @@ class KnowledgeBase:
 
     def close(self) -> None:
         """Close the store; what's pending is written."""
+        if self.probe is not None:
+            self.probe.close()
         self.store.close()
 
     def share(
@@ -260,6 +264,21 @@ class KnowledgeBase:
         self.prefix(self.system_prompt)
         self.segment_cache()
         self.embedder.embed_query("warm")
+
+    def watch(self, max_kl: float, share: float = 0.01) -> FidelityProbe:
+        """From now on recompute a random ``share`` of the requests in the background, and compare.
+
+        A warning is logged when their mean KL against full recompute is above ``max_kl`` nats;
+        ``kb.probe.status`` has the figures. Requests don't wait for it.
+
+        Raises:
+            ConfigError: a number is out of range.
+        """
+        probe = FidelityProbe(self.engine, max_kl, share=share)
+        if self.probe is not None:
+            self.probe.close()
+        self.probe = probe
+        return probe
 
     # -- retrieval -----------------------------------------------------------------------------
 
@@ -457,6 +476,8 @@ class _Work:
             computed = before + assembly.plan.computed + encoded_tokens(fetched, segments, seam)
             computed += base.length if fresh else 0
             self._explain(fetched, segments)
+            if kb.probe is not None:
+                kb.probe.offer(context)
         clock.prefilled = time.perf_counter()
         counts = TokenCounts(context.length, context.length - computed, computed, 0)
         return AnswerStream(self, context, counts, clock)
