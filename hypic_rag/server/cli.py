@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -130,7 +132,7 @@ def serve(
 
 
 def run(kb: KnowledgeBase, settings: ServerSettings, host: str, port: int) -> None:
-    """Serve until interrupted; requests that run then may finish within a few seconds."""
+    """Serve until told to stop (SIGINT, SIGTERM); what runs then has a few seconds to finish."""
     require_server_packages()
     import uvicorn
 
@@ -153,7 +155,11 @@ def run(kb: KnowledgeBase, settings: ServerSettings, host: str, port: int) -> No
         timeout_graceful_shutdown=10,
         server_header=False,
     )
-    Announcing(config).run()
+    # The server sends itself the signal once more when it has stopped; the store is still to be
+    # closed then.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    with contextlib.suppress(KeyboardInterrupt):
+        Announcing(config).run()
 
 
 def require_server_packages() -> None:
