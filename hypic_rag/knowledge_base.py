@@ -176,6 +176,7 @@ class KnowledgeBase:
             system_prompt=self.system_prompt if system_prompt is None else system_prompt,
             tenant=self.tenant if tenant is None else tenant,
         )
+        shared.probe = self.probe
         conditioning = self.store.settings.conditioning
         with self._lock:
             if conditioning in self._prefixes:

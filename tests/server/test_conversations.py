@@ -122,6 +122,7 @@ def test_sharing_a_store_with_another_tenant_and_prompt(kb: KnowledgeBase) -> No
     assert (other.store, other.model) == (kb.store, kb.model)
     assert other.system_prompt == "Answer in one word."
     assert other.tenant == "other"
+    assert other.probe is kb.probe
     assert kb.store.documents("other") == []
     mine = kb.share(system_prompt="Answer in one word.")
     assert mine.tenant == kb.tenant
