@@ -36,6 +36,7 @@ from hypic_rag.evaluation.cells import (
     run_cell,
     without_transition,
 )
+from hypic_rag.evaluation.charts import Axis, Point, Series, chart
 from hypic_rag.evaluation.metrics import Interval, bootstrap
 from hypic_rag.evaluation.trials import TrialMaker
 from hypic_rag.families.model import HybridModel
@@ -294,14 +295,45 @@ def to_markdown(rows: Sequence[Row], chunks: int, category: str = "all") -> str:
     return "\n".join(lines)
 
 
+def to_svg(rows: Sequence[Row], chunks: int) -> str:
+    """KL against the seam's width, one line per conditioning."""
+    series: dict[str, list[Point]] = defaultdict(list)
+    for row in rows:
+        if row.chunks != chunks or row.category != "all" or row.cell == "full":
+            continue
+        cell = Cell.parse(row.cell)
+        if cell.mode is not Mode.SEAM:
+            continue
+        name = f"behind {cell.conditioning}" + (", 8/8" if cell.seam == PAPER else "")
+        if cell.seam.tail and cell.seam != PAPER:
+            name = f"behind {cell.conditioning}, {cell.seam.head} + tail"
+        width = cell.seam.head + cell.seam.tail
+        series[name].append(Point(width, row.kl.mean, row.kl.low, row.kl.high))
+    lines = [
+        Series(name, tuple(sorted(points, key=lambda point: point.x)))
+        for name, points in sorted(series.items())
+    ]
+    return chart(
+        lines,
+        Axis("recomputed tokens per segment (head + tail)"),
+        Axis("KL against full recompute, nats", log=True),
+        f"Divergence by seam, {chunks} chunks",
+    )
+
+
 def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Rows as JSON values."""
     return [dataclasses.asdict(row) for row in rows]
 
 
-def report(model: HybridModel, folder: Path) -> str:
+def ablation_rows(model: HybridModel, folder: Path) -> list[Row]:
+    """Rows of the ablation's own cells; other measurements may share the folder."""
+    records = read_records(folder, model).values()
+    return summarize(r for r in records if not r.cell.startswith(("idea/", "precision/")))
+
+
+def report(rows: Sequence[Row]) -> str:
     """All tables there are, as Markdown."""
-    rows = summarize(read_records(folder, model).values())
     parts = []
     for chunks in sorted({row.chunks for row in rows}):
         for category in ("all", *facts.CATEGORIES):
@@ -350,6 +382,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--stages", help="such as main:8,seams; default all")
     parser.add_argument("--shard", type=parse_shard, default=(0, 1), help="NUMBER/COUNT")
     parser.add_argument("--json", type=Path, help="with report: also write all rows here")
+    parser.add_argument("--svg", type=Path, help="with report: also draw the seams at 8 chunks")
     chosen = parser.parse_args(arguments)
     model = load_model(chosen.model)
     if chosen.action == "run":
@@ -361,9 +394,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             shard=chosen.shard,
         )
         return
-    sys.stdout.write(report(model, chosen.out))
+    rows = ablation_rows(model, chosen.out)
+    sys.stdout.write(report(rows))
+    if chosen.svg:
+        chosen.svg.write_text(to_svg(rows, 8) + "\n", encoding="utf-8")
     if chosen.json:
-        rows = summarize(read_records(chosen.out, model).values())
         chosen.json.write_text(json.dumps(to_json(rows), indent=1) + "\n", encoding="utf-8")
 
 

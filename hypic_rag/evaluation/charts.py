@@ -85,7 +85,9 @@ def chart(series: Sequence[Series], x: Axis, y: Axis, title: str) -> str:
     head = (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" '
         f'aria-label="{escape(title)}" xmlns="http://www.w3.org/2000/svg">'
-        f"<title>{escape(title)}</title>"
+        f"<title>{escape(title)}</title><style>.grid{{stroke:#e4e4e4}} "
+        "text{font:12px system-ui,sans-serif;fill:#222}</style>"
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>'
     )
     if not points:
         return head + f'<text x="{LEFT}" y="{HEIGHT / 2}">nothing was measured</text></svg>'
