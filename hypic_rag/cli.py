@@ -283,6 +283,20 @@ def repair(store: Store, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
+def _mount() -> None:
+    """Add the commands that live in rooms of their own; they import what they need when called."""
+    from hypic_rag.evaluation.bench_cli import app as bench
+    from hypic_rag.evaluation.verify_cli import verify
+    from hypic_rag.server.cli import serve
+
+    app.command()(verify)
+    app.command()(serve)
+    app.add_typer(bench, name="bench")
+
+
+_mount()
+
+
 def main() -> None:
     """Run the command line; errors made on purpose become one line on stderr."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)

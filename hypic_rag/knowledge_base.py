@@ -23,10 +23,10 @@ from hypic_rag.engine.streaming import stream_text
 from hypic_rag.errors import ConfigError, ContextLengthError, EmptyStoreError
 from hypic_rag.families.model import HybridModel
 from hypic_rag.ingest.embedder import Embedder, MiniLmEmbedder
-from hypic_rag.ingest.fusion import reciprocal_rank_fusion
 from hypic_rag.ingest.pipeline import Ingestor, IngestReport, Progress
+from hypic_rag.retrieval import Retriever
 from hypic_rag.segments import Segment
-from hypic_rag.store import Condition, SegmentStore, StoredChunk, StoreSettings
+from hypic_rag.store import Condition, SegmentStore, StoreSettings
 
 if TYPE_CHECKING:
     from hypic_rag.chat import ChatSession
@@ -73,6 +73,7 @@ class KnowledgeBase:
         self.engine = Engine(model)
         self.embedder = embedder
         self.tenant = tenant
+        self._retriever = Retriever(store, embedder, tenant)
         self.prompt = PromptFormat(model)
         self.system_prompt = system_prompt
         self._lock = threading.Lock()
@@ -288,29 +289,13 @@ class KnowledgeBase:
     ) -> list[Source]:
         """The ``top_k`` best chunks for a question, best first.
 
-        By meaning (vectors) and by words (BM25), fused by rank, since vectors miss names that they
-        have never seen.
+        See :class:`~hypic_rag.retrieval.Retriever` for how they're found.
 
         Raises:
             ConfigError: ``top_k`` is less than 1, or the question is empty.
             EmptyStoreError: the tenant has no documents.
         """
-        if top_k < 1:
-            raise ConfigError(f"top_k must be at least 1, but is {top_k}.")
-        if not question.strip():
-            raise ConfigError("The question is empty: ask something.")
-        count = max(_CANDIDATES, top_k)
-        vector = self.embedder.embed_query(question)
-        by_meaning = self.store.search_vectors(vector, count, self.tenant, filters)
-        by_words = self.store.search_text(question, count, self.tenant, filters)
-        if not by_meaning and not by_words and not self.store.documents(self.tenant):
-            raise EmptyStoreError(
-                f"The store {self.store.path} has no documents to answer from: ingest some first."
-            )
-        chunks = {hit.chunk.id: hit.chunk for hit in (*by_words, *by_meaning)}
-        rankings = [[hit.chunk.id for hit in hits] for hits in (by_meaning, by_words)]
-        fused = reciprocal_rank_fusion(rankings, limit=top_k)
-        return [_source(chunks[chunk], score) for chunk, score in fused]
+        return self._retriever.retrieve(question, top_k, filters)
 
     # -- answering -----------------------------------------------------------------------------
 
@@ -630,18 +615,3 @@ def _check_chunk_tokens(model: HybridModel, settings: StoreSettings) -> None:
             f"chunk_tokens is {settings.chunk_tokens}, but the model's context holds "
             f"{model.context_length} tokens: choose smaller chunks."
         )
-
-
-def _source(chunk: StoredChunk, score: float) -> Source:
-    return Source(
-        document=chunk.source,
-        chunk=chunk.ordinal,
-        score=score,
-        text=chunk.text,
-        title=chunk.title,
-        heading=chunk.heading,
-        page=chunk.page,
-        start=chunk.start,
-        end=chunk.end,
-        id=chunk.id,
-    )

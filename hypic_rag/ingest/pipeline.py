@@ -143,7 +143,13 @@ class Ingestor:
         skipped: list[Skipped] = []
         run.files(list(discover(given, skipped=skipped)))
         run.report.skipped = [(str(item.path), item.reason) for item in skipped]
-        if prune:
+        unreadable = [item for item in skipped if item.reason.startswith("can't be read")]
+        if prune and unreadable:
+            # What can't be seen hasn't disappeared.
+            run.report.failed.append(
+                (str(unreadable[0].path), f"{unreadable[0].reason}, so nothing was removed")
+            )
+        elif prune:
             run.prune(folder_names(given))
         if not dry_run:
             self._store.flush()

@@ -221,6 +221,16 @@ class ReadView:
             query = query.where(sqlite.condition_sql(where))
         return [(chunk_id, -rank) for chunk_id, rank in self._session.execute(query)]
 
+    def word_counts(self, words: Sequence[str], limit: int) -> list[int]:
+        """How many chunks, of all tenants, hold each word; counted up to ``limit``."""
+        counts = []
+        for word in words:
+            expression = sqlite.search_expression(word)
+            rows = select(sqlite.SEARCH.c.rowid).where(sqlite.search_matches(expression))
+            query = select(func.count()).select_from(rows.limit(limit).subquery())
+            counts.append(self._session.scalars(query).one() if expression else 0)
+        return counts
+
     def generation(self) -> int:
         """The number that grows with every change of the chunks."""
         return self._session.scalars(select(Settings.generation)).one()

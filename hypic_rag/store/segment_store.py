@@ -10,6 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -55,6 +56,7 @@ VECTORS = "vectors.faiss"
 DEFAULT_HOST_BYTES = 2 << 30
 _FOLDERS = ("states", "quarantine")
 _USE_FLUSH_S = 60.0
+_READERS = 4
 
 
 class SegmentStore:
@@ -375,6 +377,19 @@ class SegmentStore:
                 return []
             return _hits(view, view.search_text(expression, k, tenant, filters), tenant)
 
+    def chunk_count(self) -> int:
+        """How many chunks there are, of all tenants."""
+        with self._read() as view:
+            return view.chunk_count()
+
+    def word_counts(self, words: Sequence[str], limit: int = 1000) -> list[int]:
+        """How many chunks hold each of ``words``, counted up to ``limit``: how common they are.
+
+        Counted over the whole store, as the weights of :meth:`search_text` are.
+        """
+        with self._read() as view:
+            return view.word_counts(words, limit)
+
     def save_state(self, key: SegmentKey, state: SegmentState) -> None:
         """Store ``state`` under ``key``, in place of an earlier one.
 
@@ -416,6 +431,13 @@ class SegmentStore:
             self._tier.put(key, state)
         self._note_use(key.digest)
         return state
+
+    def load_states(self, keys: Sequence[SegmentKey]) -> list[SegmentState | None]:
+        """:meth:`load_state` for each of ``keys``; files are read and checked side by side."""
+        if len(keys) < 2:
+            return [self.load_state(key) for key in keys]
+        with ThreadPoolExecutor(min(len(keys), _READERS), "hypic-read") as readers:
+            return list(readers.map(self.load_state, keys))
 
     def has_states(self, keys: Sequence[SegmentKey]) -> list[bool]:
         """Whether there's a state under each of ``keys``."""
