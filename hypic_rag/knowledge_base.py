@@ -20,7 +20,7 @@ from hypic_rag.engine.probe import FidelityProbe
 from hypic_rag.engine.prompt import PromptFormat
 from hypic_rag.engine.segment_cache import Fetched, SegmentCache
 from hypic_rag.engine.streaming import stream_text
-from hypic_rag.errors import ConfigError, ContextLengthError, EmptyStoreError
+from hypic_rag.errors import ConfigError, ContextLengthError
 from hypic_rag.families.model import HybridModel
 from hypic_rag.ingest.embedder import Embedder, MiniLmEmbedder
 from hypic_rag.ingest.pipeline import Ingestor, IngestReport, Progress

@@ -25,7 +25,8 @@ ALLOWED = {
 }
 ALLOWED["engine"] = {*ALLOWED["store"], "ops", "families", "store"}
 ALLOWED["ingest"] = {*ALLOWED["engine"], "engine"}
-ALLOWED["knowledge_base"] = {*ALLOWED["ingest"], "ingest", "answers", "chat"}
+ALLOWED["retrieval"] = {"errors", "answers", "store", "ingest"}
+ALLOWED["knowledge_base"] = {*ALLOWED["ingest"], "ingest", "answers", "retrieval", "chat"}
 ALLOWED["chat"] = {*ALLOWED["knowledge_base"], "knowledge_base"}
 ALLOWED["evaluation"] = {*ALLOWED["chat"], "chat"}
 ALLOWED["demo"] = ALLOWED["evaluation"]
