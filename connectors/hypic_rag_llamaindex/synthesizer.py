@@ -77,12 +77,8 @@ class HypicSynthesizer(BaseSynthesizer):
             raise ConfigError("The LLM must be made with this knowledge base: HypicLLM(kb).")
         self._kb = chosen.kb
         self._hypic_llm = chosen
-        super().__init__(
-            llm=chosen,
-            callback_manager=callback_manager,
-            streaming=streaming,
-            empty_response=empty_response,
-        )
+        super().__init__(llm=chosen, callback_manager=callback_manager, streaming=streaming)
+        self._nothing_found = empty_response or "Empty Response"
 
     @property
     def llm(self) -> HypicLLM:
@@ -202,13 +198,13 @@ class HypicSynthesizer(BaseSynthesizer):
 
     def _nothing(self) -> RESPONSE_TYPE:
         if self._streaming:
-            return StreamingResponse(self._empty_response_generator())
-        return Response(self._empty_response)
+            return StreamingResponse(piece for piece in (self._nothing_found,))
+        return Response(self._nothing_found)
 
     def _anothing(self) -> RESPONSE_TYPE:
         if self._streaming:
-            return AsyncStreamingResponse(self._empty_response_agenerator())
-        return Response(self._empty_response)
+            return AsyncStreamingResponse(_said(self._nothing_found))
+        return Response(self._nothing_found)
 
     def _ended(self, query: QueryType, response: RESPONSE_TYPE) -> RESPONSE_TYPE:
         dispatcher.event(SynthesizeEndEvent(query=query, response=response))
@@ -231,6 +227,10 @@ def changed_nodes(kb: KnowledgeBase, nodes: Sequence[NodeWithScore]) -> tuple[st
     texts = {found.node.node_id: node_text(found.node) for found in nodes}
     stored = chunks_of_ids(kb, list(texts))
     return tuple(node_id(chunk) for chunk in stored if texts[node_id(chunk)] != chunk.text)
+
+
+async def _said(text: str) -> AsyncGenerator[str]:
+    yield text
 
 
 def _text_of(query: QueryType) -> str:
