@@ -14,9 +14,9 @@ split never contains a name or value of the other.
 
 import hashlib
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Literal
 
 Category = Literal["one_fact", "two_fact", "first_sentence", "last_sentence", "no_answer"]
@@ -35,25 +35,38 @@ NO_ANSWER = "Not in the documents."
 # Names and values
 # --------------------------------------------------------------------------------------------
 
-NAME_STARTS = tuple(
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+def _choices(text: str) -> tuple[str, ...]:
+    return tuple(text.split("|"))
+
+
+NAME_STARTS = _words(
     "Bel Bor Brin Cal Cor Dal Dor Dun Fal Fen Gal Gar Gol Hal Har Hol Jas Jor Kal Kel Kor Lan Lor "
     "Lum Mal Mir Mor Nal Nes Nor Ost Pel Pol Quin Ral Ros Sal Sel Sor Tal Tar Tol Tur Ul Val Ver "
-    "Vin Wes Wil Yar Yor Zan Zel".split()
+    "Vin Wes Wil Yar Yor Zan Zel"
 )
-NAME_MIDDLES = tuple("ba bi da de do fi ga ka ke la le li lo ma me mi mo na ne no ra ri ro sa ta ti to va vi za".split())
-NAME_ENDS = tuple(
+NAME_MIDDLES = _words(
+    "ba bi da de do fi ga ka ke la le li lo ma me mi mo na ne no ra ri ro sa ta ti to va vi za"
+)
+NAME_ENDS = _words(
     "bek bin bran dak dar den dil dor fan gan gor hem kan kel kor lan lin lis lor mar mel mir mon "
     "mund nak nath nel nor rak ran rek ric rim ros sel sin stad sten tan tel thal tor vak van vel "
-    "vik vor wen win zor".split()
+    "vik vor wen win zor"
 )
 CODE_LETTERS = "ABCDEFGHJKLMNPRSTVWXZ"
 
-ORG_SUFFIXES = tuple("Works Institute Company Trust Bank Press Mills Guild Foundation Group".split())
-PRODUCT_NOUNS = tuple("kettle lantern pump radio plough loom stove drill camera bicycle heater scale".split())
-EXHIBIT_NOUNS = tuple("Chalice Map Clock Bell Mask Globe Tapestry Harp Sword Crown Mirror Urn".split())
-TRADES = tuple(
+ORG_SUFFIXES = _words("Works Institute Company Trust Bank Press Mills Guild Foundation Group")
+PRODUCT_NOUNS = _words(
+    "kettle lantern pump radio plough loom stove drill camera bicycle heater scale"
+)
+EXHIBIT_NOUNS = _words("Chalice Map Clock Bell Mask Globe Tapestry Harp Sword Crown Shield Urn")
+TRADES = _words(
     "glassblower surveyor baker carpenter botanist printer weaver nurse engineer teacher potter "
-    "archivist locksmith gardener chemist translator".split()
+    "archivist locksmith gardener chemist translator"
 )
 
 
@@ -109,6 +122,8 @@ def make_value(kind: str, rng: random.Random, split: Split) -> str:
             return rng.choice(TRADES)
         case "code":
             return _code(rng, split)
+        case "birth_year":
+            return _digits(rng, 1930, 2004, split)
         case "year":
             return _digits(rng, 1600, 2020, split)
         case "people":
@@ -139,6 +154,11 @@ class Relation:
     key: str
     statements: tuple[str, ...]
     questions: tuple[str, ...]
+
+    @property
+    def subject_first(self) -> tuple[str, ...]:
+        """The statements that name the subject before the value."""
+        return tuple(s for s in self.statements if s.index("{s}") < s.index("{v}"))
 
 
 @dataclass(frozen=True)
@@ -268,14 +288,14 @@ RELATIONS: tuple[Relation, ...] = (
         {s} was born in {v}.
         {s} comes from {v}.
         The birthplace of {s} is {v}.
-        {s} spent a happy childhood in {v}, the town of her birth.
+        {s} was born in a small house in {v}.
         Born in {v}, {s} still speaks with the accent of the place.
         """, """
         Where was {s} born?
         In which town was {s} born?
         What is the birthplace of {s}?
         """),
-    _relation("person_year", "person", "year", "year of birth", """
+    _relation("person_year", "person", "birth_year", "year of birth", """
         {s} was born in the year {v}.
         The year of birth of {s} is {v}.
         According to the parish book, {s} was born in the year {v}.
@@ -481,6 +501,7 @@ CHAINS: tuple[Chain, ...] = (
         """), "{b} from {v}"),
 )  # fmt: skip
 
+_PLAIN_WORDS = {"Mount", *ORG_SUFFIXES, *EXHIBIT_NOUNS}
 _BY_NAME = {relation.name: relation for relation in RELATIONS}
 _BY_SUBJECT: dict[str, tuple[Relation, ...]] = {
     kind: tuple(relation for relation in RELATIONS if relation.subject == kind)
@@ -501,31 +522,37 @@ TITLES: dict[str, tuple[str, ...]] = {
     "river": ("The river {s}", "Along the {s}", "Rivers: {s}", "{s}"),
     "exhibit": ("The {s}", "Museum label: {s}", "{s}", "Collection notes: {s}"),
 }
-SECTIONS = tuple(
-    "Overview|History|Background|Details|Practical notes|Contact|General|Summary|Notes|Facts".split("|")
+SECTIONS = _choices(
+    "Overview|History|Background|Details|Practical notes|Contact|General|Summary|Notes|Facts"
 )
 
 _SLOTS: dict[str, tuple[str, ...]] = {
-    key: tuple(text.split("|"))
+    key: _choices(text)
     for key, text in {
         "season": "spring|summer|autumn|winter",
         "day": "Monday|Tuesday|Wednesday|Thursday|Friday|Saturday|Sunday",
         "month": "January|March|April|May|June|July|August|September|October|November",
-        "time": "in the morning|at noon|in the afternoon|in the evening|after dark|before lunch|at dawn",
+        "time": "in the morning|at noon|in the afternoon|in the evening|after dark|before lunch|"
+        "at dawn",
         "often": "often|rarely|sometimes|usually|always|almost never|now and then",
-        "adj": "small|large|old|new|quiet|busy|bright|dark|narrow|wide|pleasant|plain|famous|simple|"
+        "adj": "small|large|old|new|quiet|busy|bright|dark|narrow|wide|pleasant|plain|famous|"
+        "simple|"
         "clean|dusty|warm|cold|solid|modest|handsome|crooked|green|grey|red|white|blue",
-        "place": "market|station|library|square|garden|bridge|church|school|harbour|theatre|hospital|"
+        "place": "market|station|library|square|garden|bridge|church|school|harbour|theatre|"
+        "hospital|"
         "mill|tower|park|inn|bakery|post office|town hall|old wall|covered well",
-        "thing": "door|window|table|lamp|roof|floor|stair|wall|gate|bench|sign|shelf|carpet|fountain|"
+        "thing": "door|window|table|lamp|roof|floor|stair|wall|gate|bench|sign|shelf|carpet|"
+        "fountain|"
         "chimney|balcony|cupboard|fence|staircase|letter box",
         "group": "visitors|children|students|farmers|workers|members|guests|neighbours|sailors|"
         "travellers|readers|painters|musicians|traders|clerks",
         "verb": "meet|rest|wait|talk|gather|eat|sing|read|trade|work|play|sit",
-        "goods": "bread|cheese|wool|fish|apples|paper|timber|salt|honey|cloth|tea|leather|rope|glass|"
+        "goods": "bread|cheese|wool|fish|apples|paper|timber|salt|honey|cloth|tea|leather|rope|"
+        "glass|"
         "flour|candles|soap|pottery",
         "weather": "rain|snow|wind|fog|frost|sunshine|heat|thunder|mist|drizzle",
-        "part": "handle|lid|screw|spring|cable|switch|valve|filter|wheel|hinge|bolt|frame|chain|blade",
+        "part": "handle|lid|screw|spring|cable|switch|valve|filter|wheel|hinge|bolt|frame|chain|"
+        "blade",
         "meeting": "meeting|session|discussion|vote|report|hearing|lunch|visit|inspection|lecture",
         "doc": "form|letter|report|receipt|list|plan|map|note|contract|invoice|permit|ticket",
         "deck": "deck|cabin|galley|mast|hold|engine room|bridge|cargo|anchor|sail",
@@ -549,12 +576,24 @@ _COMMON = _lines("""
     The {group} {often} {verb} {time}.
     It is {often} {adj} here in {season}.
     A short walk leads from the {place} to the {place}.
-    {adj} {thing}s are a common sight in this part of the country.
+    Every {adj} {thing} in this part of the country looks like that.
     Some of the {group} bring {goods}, others bring {goods}.
     Further notes on this subject can be found in the {place}.
     The next {meeting} is planned for {month}.
     All of this was written down {time}, as usual.
     People say that the {weather} in {month} is the worst of the year.
+    Whoever comes {time} will find the {place} {adj} and {adj}.
+    The {adj} {place} was closed for {few} weeks in {season}.
+    There are {few} {adj} benches between the {place} and the {place}.
+    It took {few} {group} a whole day to move the {adj} {thing}.
+    A {doc} on the {thing} explains the rules, but few {group} read it.
+    Since {month} the {place} has been {adj}, and the {group} are pleased.
+    Between {month} and {month} the price of {goods} {often} rises.
+    The {meeting} of last {day} was short, because the {group} were tired.
+    Only the {adj} {thing} and the {adj} {thing} are left of the first building.
+    The {group} keep their {goods} in the {place}, where it is {adj}.
+    For the {meeting} one needs a {doc} and a little patience.
+    The {tree} behind the {place} are {few} years old.
     """)
 
 _FILLER: dict[str, tuple[str, ...]] = {
@@ -653,30 +692,371 @@ _LIST_INTROS = _lines("""
     """)
 
 
-def _fill(template: str, rng: random.Random) -> str:
-    """Fills the open slots of a filler sentence and capitalises its first letter."""
-    parts = template.split("{")
-    out = [parts[0]]
-    for part in parts[1:]:
+def _fill(template: str, rng: random.Random, subject: str = "") -> str:
+    """Fills the slots of a sentence at random and capitalises its first letter."""
+    first, *parts = template.split("{")
+    out = [first]
+    for part in parts:
         slot, rest = part.split("}", 1)
-        out.append(rng.choice(_SLOTS[slot]) + rest)
-    text = "".join(out)
+        out += (subject if slot == "s" else rng.choice(_SLOTS[slot]), rest)
+    return _sentence("".join(out))
+
+
+def _sentence(text: str) -> str:
+    """Capitalises the first letter, and puts ``an`` for ``a`` before a vowel."""
+    text = re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", text)
     return text[0].upper() + text[1:]
 
 
-def _filler(kind: str, subject: str, rng: random.Random) -> str:
+def fact_sentence(
+    relation: Relation, subject: str, value: str, rng: random.Random, value_first: bool = False
+) -> str:
+    """One of the sentences that state a fact; ``value_first`` admits all word orders."""
+    templates = relation.statements if value_first else relation.subject_first
+    return _sentence(rng.choice(templates).format(s=subject, v=value))
+
+
+def filler_sentence(kind: str, subject: str, rng: random.Random) -> str:
     """A sentence without a fact; some of them mention the subject of the text."""
-    if rng.random() < 0.4:
-        return _fill(rng.choice(_COMMON), rng)
-    template = rng.choice(_FILLER[kind])
-    before, mentioned, after = template.partition("{s}")
-    if not mentioned:
-        return _fill(template, rng)
-    if not before:
-        return subject + _fill("{}" + after, rng) if False else subject + _tail(after, rng)
-    return _fill(before, rng) + subject + _tail(after, rng)
+    templates = _COMMON if rng.random() < 0.4 else _FILLER[kind]
+    return _fill(rng.choice(templates), rng, subject)
 
 
-def _tail(template: str, rng: random.Random) -> str:
-    """The rest of a sentence behind its subject."""
-    return _fill("-" + template, rng)[1:]
+def heading(kind: str, subject: str, rng: random.Random) -> str:
+    """A heading line such as ``# Visiting Belmor`` or ``Belmor > History``."""
+    title = rng.choice(TITLES[kind]).format(s=subject)
+    match rng.randrange(4):
+        case 0:
+            return title
+        case 1:
+            return f"{title} > {rng.choice(SECTIONS)}"
+        case 2:
+            return f"## {rng.choice(SECTIONS)}: {title}"
+    return f"# {title}"
+
+
+# --------------------------------------------------------------------------------------------
+# Contexts, facts and questions
+# --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A fact that a chunk states, and where: in its first or last sentence, or in between."""
+
+    relation: Relation
+    subject: str
+    value: str
+    chunk: int
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question, its answer and the chunks that hold the facts (none for ``no_answer``)."""
+
+    category: Category
+    text: str
+    answer: str
+    fact_chunks: list[int]
+
+
+@dataclass(frozen=True)
+class Example:
+    """Chunks in prompt order with one question about them."""
+
+    chunks: list[str]
+    question: str
+    answer: str
+    category: Category
+    fact_chunks: list[int]
+
+
+@dataclass
+class _Plan:
+    """What one chunk is about while a context is being laid out."""
+
+    kind: str
+    subject: str
+    relations: list[Relation]
+    style: Literal["prose", "fields", "lines"]
+
+
+@dataclass
+class Context:
+    """The chunks of one example and every fact that they state."""
+
+    chunks: list[str]
+    facts: list[Fact]
+    split: Split
+    names: set[str] = field(repr=False)
+
+    def distractors(self, fact: Fact) -> int:
+        """How many other entities have the same relation stated."""
+        return sum(f.relation is fact.relation and f.subject != fact.subject for f in self.facts)
+
+    def one_fact(self, rng: random.Random, fact: Fact) -> Question:
+        """A question about one stated fact."""
+        text = rng.choice(fact.relation.questions).format(s=fact.subject)
+        return Question("one_fact", text, fact.value, [fact.chunk])
+
+    def chains(self) -> Iterator[tuple[Chain, Fact, Fact]]:
+        """Pairs of facts from two chunks of which the first leads to the second."""
+        known = {(fact.subject, fact.relation.name): fact for fact in self.facts}
+        for chain in CHAINS:
+            for first in self.facts:
+                second = known.get((first.value, chain.second))
+                if first.relation.name == chain.first and second and second.chunk != first.chunk:
+                    yield chain, first, second
+
+    def two_fact(self, rng: random.Random, chain: Chain, first: Fact, second: Fact) -> Question:
+        """A question whose answer joins two facts through the entity that they share."""
+        text = rng.choice(chain.questions).format(s=first.subject)
+        answer = chain.answer.format(b=first.value, v=second.value)
+        return Question("two_fact", text, answer, [first.chunk, second.chunk])
+
+    def no_answer(self, rng: random.Random) -> Question:
+        """A question about an entity that is absent, or about a relation that is not stated."""
+        known = {(fact.subject, fact.relation.name) for fact in self.facts}
+        missing = [
+            (subject, relation)
+            for subject, kind in dict.fromkeys((f.subject, f.relation.subject) for f in self.facts)
+            for relation in _BY_SUBJECT[kind]
+            if (subject, relation.name) not in known
+        ]
+        if missing and rng.random() < 0.5:
+            subject, relation = rng.choice(missing)
+        else:
+            relation = rng.choice(self.facts).relation
+            subject = fresh_value(relation.subject, rng, self.split, self.names)
+        text = rng.choice(relation.questions).format(s=subject)
+        return Question("no_answer", text, NO_ANSWER, [])
+
+
+def fresh_value(kind: str, rng: random.Random, split: Split, names: set[str]) -> str:
+    """A value of a kind that shares no invented word with an earlier one of the context."""
+    for _ in range(1000):
+        value = make_value(kind, rng, split)
+        words = {word for word in value.split() if word[0].isupper()} - _PLAIN_WORDS
+        if not words & names:
+            names |= words
+            return value
+    raise ValueError(f"too many names of kind {kind!r} in one context")
+
+
+def build_context(
+    rng: random.Random,
+    chunks: int,
+    words: tuple[int, int] = (30, 110),
+    split: Split = "train",
+    value_first: bool = False,
+) -> Context:
+    """Lays out and writes a context.
+
+    Chunks are about entities of a few kinds, so that the same relations are stated of several
+    entities; values often are entities that another chunk is about, so that facts chain.
+
+    Args:
+        rng: source of all choices.
+        chunks: number of chunks, 1 or more.
+        words: shortest and longest chunk in words (a heading and facts may exceed the shortest).
+        split: which names and values to use.
+        value_first: also state facts with the value in front of its subject ("Ann Lee was
+            elected mayor of Belmor"). That is harder for a causal model, which doesn't know yet
+            whose value it reads.
+    """
+    names: set[str] = set()
+    chain = rng.choice(CHAINS)
+    pair = [_BY_NAME[chain.first].subject, _BY_NAME[chain.second].subject]
+    kinds = pair + rng.sample(KINDS, rng.randint(0, 1 + chunks // 6))
+    preference = {kind: _shuffled(_BY_SUBJECT[kind], rng) for kind in KINDS}
+    for name in (chain.first, chain.second):
+        preferred = preference[_BY_NAME[name].subject]
+        preferred.remove(_BY_NAME[name])
+        preferred.insert(0, _BY_NAME[name])
+    plans: list[list[_Plan]] = []
+    lengths = [rng.randint(*words) for _ in range(chunks)]
+    for length in lengths:
+        style: Literal["prose", "fields", "lines"] = "prose"
+        if rng.random() < 0.15:
+            style = rng.choice(("fields", "lines"))
+        kind = rng.choice(kinds)
+        wanted = 1 + int(length / 40 + rng.random() * 2)
+        if style == "fields":
+            wanted = max(4, length // 5)
+        sections: list[_Plan] = []
+        while wanted > 0:
+            count = min(wanted, rng.randint(1, 3))
+            relations = [r for r in preference[kind] if rng.random() < 0.65][:count]
+            relations = relations or preference[kind][:1]
+            subject = fresh_value(kind, rng, split, names)
+            sections.append(_Plan(kind, subject, relations, style))
+            wanted -= len(relations)
+            if style == "prose":
+                kind = rng.choice(kinds)
+        plans.append(sections)
+    facts: list[Fact] = []
+    texts: list[str] = []
+    for index, (sections, length) in enumerate(zip(plans, lengths, strict=True)):
+        others = [p for i, other in enumerate(plans) if i != index for p in other]
+        values: list[tuple[_Plan, Relation, str]] = []
+        for plan in sections:
+            for relation in plan.relations:
+                linked = [p.subject for p in others if p.kind == relation.value]
+                if linked and rng.random() < 0.6:
+                    value = rng.choice(linked)
+                elif relation.value == "trade":
+                    value = make_value("trade", rng, split)
+                else:
+                    value = fresh_value(relation.value, rng, split, names)
+                values.append((plan, relation, value))
+        text, stated = _write(index, values, length, rng, value_first)
+        texts.append(text)
+        facts += stated
+    return Context(texts, facts, split, names)
+
+
+def _shuffled(items: Sequence[Relation], rng: random.Random) -> list[Relation]:
+    return rng.sample(items, len(items))
+
+
+def _write(
+    index: int,
+    values: list[tuple[_Plan, Relation, str]],
+    length: int,
+    rng: random.Random,
+    value_first: bool,
+) -> tuple[str, list[Fact]]:
+    """Writes one chunk: heading, fact sentences, and filler up to the length in words."""
+    main = values[0][0]
+    if main.style != "prose":
+        return _write_list(index, values, rng)
+    sentences: list[tuple[str, Fact | None]] = []
+    size = 0
+    for plan, relation, value in values:
+        text = fact_sentence(relation, plan.subject, value, rng, value_first)
+        sentences.append((text, Fact(relation, plan.subject, value, index, False, False)))
+        size += text.count(" ") + 1
+    while size < length:
+        plan = rng.choice(values)[0]
+        text = filler_sentence(plan.kind, plan.subject, rng)
+        size += text.count(" ") + 1
+        sentences.insert(rng.randint(0, len(sentences)), (text, None))
+    rng.shuffle(sentences)
+    head = (
+        heading(main.kind, main.subject, rng) + rng.choice(("\n", "\n\n"))
+        if rng.random() < 0.6
+        else ""
+    )
+    facts = []
+    for place, (_, fact) in enumerate(sentences):
+        if fact is not None:
+            first, last = place == 0, place == len(sentences) - 1
+            facts.append(Fact(fact.relation, fact.subject, fact.value, index, first, last))
+    paragraph = "\n\n" if rng.random() < 0.2 else " "
+    body = sentences[0][0]
+    for place, (text, _) in enumerate(sentences[1:], 1):
+        body += (paragraph if place % 3 == 0 else " ") + text
+    return head + body, facts
+
+
+def _write_list(
+    index: int, values: list[tuple[_Plan, Relation, str]], rng: random.Random
+) -> tuple[str, list[Fact]]:
+    """Writes a chunk as records: ``name: X; river: Y`` or one ``key: value`` a line."""
+    records: dict[str, list[tuple[Relation, str]]] = {}
+    for plan, relation, value in values:
+        records.setdefault(plan.subject, []).append((relation, value))
+    one_line = values[0][0].style == "fields"
+    lines = []
+    facts = []
+    for number, (subject, entries) in enumerate(records.items()):
+        name = rng.choice(("name", entries[0][0].subject))
+        cells = [f"{name}: {subject}", *(f"{relation.key}: {value}" for relation, value in entries)]
+        lines.append("; ".join(cells) if one_line else "\n".join(cells))
+        for relation, value in entries:
+            last = number == len(records) - 1
+            facts.append(Fact(relation, subject, value, index, number == 0, last))
+    head = ""
+    if rng.random() < 0.5:
+        kind = values[0][0].kind
+        head = rng.choice(
+            (f"# List of {kind} entries\n\n", _fill(rng.choice(_LIST_INTROS), rng) + "\n")
+        )
+    return head + ("\n" if one_line else "\n\n").join(lines), facts
+
+
+def ask(context: Context, category: Category, rng: random.Random) -> Question | None:
+    """A random question of a category about a context, or None if it allows none."""
+    match category:
+        case "no_answer":
+            return context.no_answer(rng)
+        case "two_fact":
+            chains = list(context.chains())
+            return context.two_fact(rng, *rng.choice(chains)) if chains else None
+        case "first_sentence":
+            facts = [fact for fact in context.facts if fact.first]
+        case "last_sentence":
+            facts = [fact for fact in context.facts if fact.last]
+        case "one_fact":
+            facts = context.facts
+    return context.one_fact(rng, rng.choice(facts)) if facts else None
+
+
+def make_example(
+    seed: int,
+    category: Category = "one_fact",
+    chunks: int = 8,
+    words: tuple[int, int] = (30, 110),
+    split: Split = "held_out",
+    value_first: bool = False,
+) -> Example:
+    """A reproducible example: equal arguments give an equal example.
+
+    Args:
+        seed: number of the example.
+        category: what is asked. ``one_fact``: a fact anywhere; ``first_sentence`` and
+            ``last_sentence``: a fact at that place of its chunk; ``two_fact``: two facts from
+            two chunks, the answer spells both; ``no_answer``: the answer is ``NO_ANSWER``.
+        chunks: number of chunks; ``two_fact`` needs 2.
+        words: shortest and longest chunk in words.
+        split: ``held_out`` for names and values that no training example contains.
+        value_first: as in ``build_context``.
+
+    Raises:
+        ValueError: if no such example can be made.
+    """
+    if category == "two_fact" and chunks < 2:
+        raise ValueError("a two_fact example needs at least 2 chunks")
+    rng = random.Random(f"{seed}/{category}/{chunks}/{words}/{split}")
+    for _ in range(500):
+        context = build_context(rng, chunks, words, split, value_first)
+        question = _ask_among_distractors(context, category, rng)
+        if question is not None:
+            return Example(
+                context.chunks, question.text, question.answer, category, question.fact_chunks
+            )
+    raise ValueError(f"no {category} question found for {chunks} chunks of {words} words")
+
+
+def _ask_among_distractors(
+    context: Context, category: Category, rng: random.Random
+) -> Question | None:
+    """A question whose relations are also stated of other entities (one at least)."""
+    if category == "two_fact":
+        chains = [c for c in context.chains() if min(map(context.distractors, c[1:])) >= 1]
+        return context.two_fact(rng, *rng.choice(chains)) if chains else None
+    if category == "no_answer":
+        return context.no_answer(rng)
+    facts = [fact for fact in context.facts if context.distractors(fact) >= 1]
+    if category == "first_sentence":
+        facts = [fact for fact in facts if fact.first]
+    elif category == "last_sentence":
+        facts = [fact for fact in facts if fact.last]
+    if not facts:
+        return None
+    # By relation first, so that no kind of question dominates.
+    relation = rng.choice(sorted({fact.relation.name for fact in facts}))
+    question = context.one_fact(rng, rng.choice([f for f in facts if f.relation.name == relation]))
+    return Question(category, question.text, question.answer, question.fact_chunks)
