@@ -20,7 +20,7 @@ _CANDIDATES = 50
 """Chunks that each ranking contributes to the fused one."""
 _FOLLOWED = 20
 """Chunks that a name leads to at most."""
-_SENTENCES = 3
+_SENTENCES = 5
 """Sentences of the best passage whose names are followed."""
 _COUNTED = 1000
 """Chunks up to which words are counted; what's more common is just common."""
@@ -94,12 +94,8 @@ class Retriever:
         """Chunks about the names that ``best`` brings up in answer to the question."""
         rankings = []
         for names in self._new_names(question, best.text):
-            query = " ".join((*names, *_relations(question)))
-            hits = self._store.search_text(query, _FOLLOWED, self._tenant, filters)
-            wanted = {name.lower() for name in names}
-            rankings.append(
-                [hit for hit in hits if hit.chunk.id != best.id and wanted & _words(hit.chunk.text)]
-            )
+            hits = self._store.search_text(" ".join(names), _FOLLOWED, self._tenant, filters)
+            rankings.append([hit for hit in hits if hit.chunk.id != best.id])
         return _fused(rankings)
 
     def _new_names(self, question: str, passage: str) -> list[list[str]]:
@@ -110,16 +106,13 @@ class Retriever:
         asked = sorted(_words(question) - _COMMON)
         counts = self._store.word_counts(asked, _COUNTED)
         total = min(_COUNTED, self._store.chunk_count())
-        weight = {
-            _stem(word): math.log1p(total / (1 + n)) for word, n in zip(asked, counts, strict=True)
-        }
+        weight = {word: math.log1p(total / (1 + n)) for word, n in zip(asked, counts, strict=True)}
         found: list[tuple[float, list[str]]] = []
         for line in passage.splitlines():
             for start, end in sentence_spans(line):
                 sentence = line[start:end]
-                stems = {_stem(word) for word in _words(sentence)}
-                shared = sum(weight.get(stem, 0.0) for stem in stems)
-                names = [n for n in _NAME.findall(sentence) if n.lower() not in asked]
+                shared = sum(weight.get(word, 0.0) for word in _words(sentence))
+                names = [n for n in _NAME.findall(sentence) if n.lower() not in weight]
                 if shared and (rare := self._rare(names)):
                     found.append((shared, rare))
         found.sort(key=lambda item: -item[0])
@@ -133,19 +126,8 @@ class Retriever:
         return [name for name, n in zip(distinct, counts, strict=True) if n <= few]
 
 
-def _relations(question: str) -> list[str]:
-    """The question's words that are neither common nor names."""
-    names = {name.lower() for name in _NAME.findall(question[1:])}
-    return sorted(_words(question) - _COMMON - names)
-
-
 def _words(text: str) -> set[str]:
     return {word.lower() for word in _WORD.findall(text)}
-
-
-def _stem(word: str) -> str:
-    """A word without its ending, roughly: enough to match "lies" with "lie"."""
-    return word[:5] if len(word) > 5 else word.rstrip("s")
 
 
 def _fused(rankings: list[list[Hit]], weights: Sequence[float] | None = None) -> list[Source]:
