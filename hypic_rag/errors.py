@@ -14,6 +14,7 @@ expected, what came, and what to do::
     │   ├── StoreAccessError    the folder can't be written, is full, or is in use
     │   └── StateMismatchError  a segment state doesn't fit the model or the request
     ├── DocumentError           a document can't be read
+    ├── WorkerError             worker processes can't encode a segment
     └── RequestError
         ├── EmptyStoreError     nothing has been ingested
         └── ContextLengthError  the prompt doesn't fit the model's context
@@ -69,6 +70,10 @@ class StateMismatchError(StoreError):
 
 class DocumentError(HypicError):
     """A document can't be read."""
+
+
+class WorkerError(HypicError):
+    """Worker processes can't encode a segment: they die or fail over it."""
 
 
 class RequestError(HypicError):

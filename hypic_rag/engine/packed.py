@@ -37,7 +37,7 @@ from hypic_rag.ops.rope import rotate, rotate_
 from hypic_rag.ops.short_conv import convolve, convolve_windows
 from hypic_rag.states import AttentionState, LayerState, LinearState, SegmentState
 
-__all__ = ["PassResult", "Wanted", "run_packed"]
+__all__ = ["Cached", "PassResult", "Spans", "Wanted", "run_packed"]
 
 
 class Wanted(enum.Enum):
@@ -340,7 +340,7 @@ class _Pass:
 
 
 @dataclass(frozen=True)
-class _Cached:
+class Cached:
     """Cached interior ``interior`` stands at ``position``; its keys turn as if at ``turn``."""
 
     interior: int
@@ -361,7 +361,7 @@ class Spans:
 
     length: int
     runs: tuple[Write, ...]
-    cached: tuple[_Cached, ...]
+    cached: tuple[Cached, ...]
 
     @property
     def turns(self) -> list[tuple[int, int, int]]:
@@ -375,5 +375,5 @@ def _spans(layout: Layout, request: int, states: Sequence[SegmentState], mode: M
     for number, (interior, state) in enumerate(zip(layout.interiors, states, strict=True)):
         if interior.request == request:
             turn = interior.start if mode.moves_keys else state.offset + state.interior[0]
-            cached.append(_Cached(number, interior.start, interior.length, turn))
+            cached.append(Cached(number, interior.start, interior.length, turn))
     return Spans(layout.plans[request].length, layout.writes[request], tuple(cached))

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from hypic_rag.config import Seam
 from hypic_rag.engine.context import Context
@@ -15,7 +16,7 @@ from hypic_rag.segments import Segment, SegmentKey, token_digest
 from hypic_rag.states import SegmentState
 from hypic_rag.store import SegmentStore
 
-__all__ = ["Fetched", "SegmentCache"]
+__all__ = ["Fetched", "SegmentCache", "StatePool"]
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +32,25 @@ class Fetched:
 
     states: tuple[SegmentState | None, ...]
     encoded: tuple[bool, ...]
+
+
+class Finished(Protocol):
+    """A segment that a pool has encoded: which one, and its state."""
+
+    @property
+    def index(self) -> int:
+        """Its place among the segments given."""
+
+    @property
+    def state(self) -> SegmentState | None:
+        """None if it's too short to have an interior."""
+
+
+class StatePool(Protocol):
+    """Something that encodes segments side by side."""
+
+    def encode(self, segments: Sequence[Segment], seam: Seam) -> Iterator[Finished]:
+        """Each of ``segments`` as soon as it's finished."""
 
 
 class SegmentCache:
@@ -80,17 +100,29 @@ class SegmentCache:
         held = self._store.has_states(list(worth))
         return [segment for (_, segment), has in zip(worth.items(), held, strict=True) if not has]
 
-    def encode(self, segments: Sequence[Segment], seam: Seam) -> list[SegmentState | None]:
-        """Encode ``segments`` and store their states.
+    def encode(
+        self, segments: Sequence[Segment], seam: Seam, pool: StatePool | None = None
+    ) -> None:
+        """Encode ``segments`` and store their states, each as soon as it's there.
+
+        With ``pool`` its workers encode; it must have been made with the same model and
+        conditioning prefix.
 
         Raises:
             StoreAccessError: the store can't be written.
+            WorkerError: the pool can't encode a segment.
         """
-        states = self._engine.encode(segments, seam, self._conditioning)
-        for segment, state in zip(segments, states, strict=True):
-            if state is not None:
-                self._store.save_state(self.key(segment, seam), state)
-        return states
+        if pool is None:
+            states = self._engine.encode(segments, seam, self._conditioning)
+            for segment, state in zip(segments, states, strict=True):
+                self._save(segment, seam, state)
+            return
+        for done in pool.encode(segments, seam):
+            self._save(segments[done.index], seam, done.state)
+
+    def _save(self, segment: Segment, seam: Seam, state: SegmentState | None) -> None:
+        if state is not None:
+            self._store.save_state(self.key(segment, seam), state)
 
     def fetch(self, segments: Sequence[Segment], seam: Seam) -> Fetched:
         """States of ``segments``; what's missing is encoded and, if possible, stored.
@@ -98,16 +130,14 @@ class SegmentCache:
         A damaged state counts as missing. A store that can't be written costs speed, never an
         answer: that's logged.
         """
-        states: list[SegmentState | None] = []
+        states: list[SegmentState | None] = [None] * len(segments)
+        cached = [i for i, each in enumerate(segments) if seam.interior(len(each)) != (0, 0)]
+        loaded = self._store.load_states([self.key(segments[i], seam) for i in cached])
         wanted: dict[Segment, list[int]] = {}
-        for index, segment in enumerate(segments):
-            if seam.interior(len(segment)) == (0, 0):
-                states.append(None)
-                continue
-            state = self._store.load_state(self.key(segment, seam))
-            states.append(state)
+        for index, state in zip(cached, loaded, strict=True):
+            states[index] = state
             if state is None:
-                wanted.setdefault(segment, []).append(index)
+                wanted.setdefault(segments[index], []).append(index)
         encoded = [False] * len(segments)
         fresh = self._engine.encode(list(wanted), seam, self._conditioning)
         for (segment, places), state in zip(wanted.items(), fresh, strict=True):
@@ -118,9 +148,7 @@ class SegmentCache:
         return Fetched(tuple(states), tuple(encoded))
 
     def _keep(self, segment: Segment, seam: Seam, state: SegmentState | None) -> None:
-        if state is None:
-            return
         try:
-            self._store.save_state(self.key(segment, seam), state)
+            self._save(segment, seam, state)
         except StoreAccessError as error:
             _log.warning("A segment's state wasn't stored: %s", error)

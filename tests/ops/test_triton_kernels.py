@@ -16,7 +16,7 @@ from hypic_rag.engine.context import attention_kv, linear_state
 from hypic_rag.engine.encode import encode_segments
 from hypic_rag.engine.layout import Layout, Write, build_layout
 from hypic_rag.engine.oracle import recompute
-from hypic_rag.engine.packed import Spans
+from hypic_rag.engine.packed import Cached, Spans
 from hypic_rag.engine.plan import plan_encoding, plan_request
 from hypic_rag.operators import AffineMap, Dense, Elementwise
 from hypic_rag.ops.choice import KernelChoice, best_kernels
@@ -159,7 +159,6 @@ def test_other_transitions_take_the_walk_in_torch() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rotary", [0, 8, 24])
 def test_gather(dtype: torch.dtype, rotary: int) -> None:
-    from hypic_rag.engine.packed import _Cached
     from hypic_rag.ops.rope import rotate
 
     torch.manual_seed(rotary)
@@ -178,7 +177,7 @@ def test_gather(dtype: torch.dtype, rotary: int) -> None:
     spans = Spans(
         149,
         (Write(2, 6, 37), Write(6, 9, 111), Write(9, 11, 147)),
-        (_Cached(0, 41, 70, 41), _Cached(1, 114, 33, 9)),
+        (Cached(0, 41, 70, 41), Cached(1, 114, 33, 9)),
     )
     layout = request_layout()
     keys, values = tables(layout).gather(0, base, spans, interiors, computed, (cos, sin))

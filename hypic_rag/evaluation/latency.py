@@ -1,0 +1,365 @@
+"""The measurements behind ``hypic-rag bench``: cold requests, ingestion, loading, and load."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hypic_rag.config import Seam
+from hypic_rag.engine.assemble import Request, assemble
+from hypic_rag.engine.context import Context, forward, new_cache
+from hypic_rag.engine.encode import encode_segments
+from hypic_rag.engine.splitting import OVERLAP
+from hypic_rag.errors import ConfigError
+from hypic_rag.evaluation.timing import Sample, alternate, require_equal
+from hypic_rag.evaluation.ttft import TOLERANCE, Case, case_of, random_tokens
+from hypic_rag.families.model import HybridModel
+from hypic_rag.ingest.scheduling import makespan
+from hypic_rag.ingest.workers import EncoderPool
+from hypic_rag.segments import Segment, SegmentKey, token_digest
+from hypic_rag.states import SegmentState
+from hypic_rag.store import SegmentStore, StoreSettings
+
+__all__ = [
+    "LoadPoint",
+    "measure_cold",
+    "measure_ingest",
+    "measure_load",
+    "measure_tiers",
+    "simulate_workers",
+]
+
+
+def measure_ingest(
+    model: HybridModel,
+    segments: int,
+    tokens: int,
+    repeats: int = 3,
+    folder: Path | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Sample]:
+    """Encoding with transitions, and storing (``ingest``), against plain prefill (``prefill``).
+
+    ``encode`` is ingestion without the store. Plain prefill is the library's forward of each
+    segment by itself. The end states of layer 0, which depend on the tokens alone, must agree.
+    """
+    made = [Segment(random_tokens(model, tokens, seed)) for seed in range(segments)]
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        store = SegmentStore.create(Path(place) / "store", StoreSettings(dimension=8))
+
+        def encode() -> list[SegmentState | None]:
+            return encode_segments(model, made, Seam())
+
+        def ingest() -> None:
+            for segment, state in zip(made, encode(), strict=True):
+                if state is not None:
+                    store.save_state(_key(model, segment), state)
+
+        def prefill() -> None:
+            for segment in made:
+                forward(model.module, segment.token_ids, 0, new_cache(model.config))
+
+        _check_first_state(model, made[0])
+        try:
+            return alternate(
+                {"prefill": lambda: prefill, "encode": lambda: encode, "ingest": lambda: ingest},
+                repeats,
+                device=model.device,
+                clock=clock,
+            )
+        finally:
+            store.close()
+
+
+def _check_first_state(model: HybridModel, segment: Segment) -> None:
+    from hypic_rag.engine.context import linear_state
+    from hypic_rag.states import LinearState
+
+    state = encode_segments(model, [segment], Seam(0, 0))[0]
+    cache = new_cache(model.config)
+    forward(model.module, segment.token_ids, 0, cache)
+    assert state is not None
+    for index, held in enumerate(state.layers):
+        if isinstance(held, LinearState):
+            require_equal(
+                "An end state against the library's",
+                held.map.offset,
+                linear_state(cache, index)[1],
+                TOLERANCE[model.dtype],
+            )
+
+
+def measure_tiers(
+    model: HybridModel,
+    case: Case,
+    repeats: int = 5,
+    folder: Path | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Sample]:
+    """Loading and assembling from memory (``host``), from files (``disk``), and files unseen.
+
+    ``disk`` maps files that this process has checked before; ``disk, unchecked`` opens the store
+    anew, so that every byte is digested first. The files are in the system's page cache.
+    """
+    request = case_of(model, case)
+    keys = [_key(model, segment, request.base) for segment in request.segments]
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        path = Path(place) / "store"
+        with SegmentStore.create(path, StoreSettings(dimension=8)) as store:
+            for key, state in zip(keys, request.states, strict=True):
+                assert state is not None
+                store.save_state(key, state)
+
+        def from_store(store: SegmentStore) -> Callable[[], torch.Tensor]:
+            def run() -> torch.Tensor:
+                states = store.load_states(keys)
+                loaded = Request(request.segments, tuple(states), request.question, request.base)
+                return assemble(model, [loaded])[0].context.logits
+
+            return run
+
+        host = SegmentStore.open(path, host_bytes=1 << 40)
+        disk = SegmentStore.open(path, host_bytes=0)
+        fresh: list[SegmentStore] = []
+
+        def unchecked() -> Callable[[], torch.Tensor]:
+            while fresh:
+                fresh.pop().close()
+            fresh.append(SegmentStore.open(path, host_bytes=0))
+            return from_store(fresh[0])
+
+        def compare(results: Mapping[str, object]) -> None:
+            expected = assemble(model, [request])[0].context.logits
+            for name, logits in results.items():
+                assert isinstance(logits, torch.Tensor)
+                require_equal(
+                    f"Assembly with states from the tier '{name}'", logits, expected, 1e-6
+                )
+
+        try:
+            return alternate(
+                {
+                    "host": lambda: from_store(host),
+                    "disk": lambda: from_store(disk),
+                    "disk, unchecked": unchecked,
+                },
+                repeats,
+                device=model.device,
+                clock=clock,
+                compare=compare,
+            )
+        finally:
+            for store in (host, disk, *fresh):
+                store.close()
+
+
+def measure_cold(
+    model: HybridModel, segments: int, tokens: int, workers: Sequence[int], repeats: int = 1
+) -> dict[str, Sample]:
+    """Encoding ``segments`` by pools of 1-thread workers; the states of all pools must agree."""
+    made = [Segment(random_tokens(model, tokens, seed)) for seed in range(segments)]
+    seconds: dict[str, list[float]] = {str(count): [] for count in workers}
+    reference: SegmentState | None = None
+    for count in workers:
+        with EncoderPool(model, count) as pool:
+            pool.wait_until_ready()
+            warm = list(pool.encode([Segment(made[0].token_ids[:64])] * count, Seam()))
+            assert len(warm) == count
+            for _ in range(repeats):
+                started = time.perf_counter()
+                last: SegmentState | None = None
+                for done in pool.encode(made, Seam()):
+                    if done.index == 0:
+                        last = done.state
+                seconds[str(count)].append(time.perf_counter() - started)
+        assert last is not None
+        if reference is None:
+            reference = last
+            continue
+        for name, tensor in reference.to_tensors().items():
+            require_equal(
+                f"{name} by {count} workers",
+                last.to_tensors()[name],
+                tensor,
+                TOLERANCE[tensor.dtype],
+            )
+    return {name: Sample(tuple(values)) for name, values in seconds.items()}
+
+
+def simulate_workers(
+    model: HybridModel,
+    segments: int,
+    tokens: int,
+    workers: Sequence[int],
+    piece_tokens: int | None = None,
+) -> dict[str, Any]:
+    """What the scheduler makes of measured times: one segment and one piece, on one thread.
+
+    Returns the speed-ups over one worker by number of workers, whole and split.
+    """
+    segment = Segment(random_tokens(model, tokens, 0))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        whole = _seconds(lambda: encode_segments(model, [segment], Seam()))
+        split: dict[str, Any] | None = None
+        if piece_tokens:
+            from hypic_rag.engine.splitting import encode_piece, piece_bounds
+
+            bounds = piece_bounds(segment, Seam(), piece_tokens)
+            times = [
+                _seconds(lambda b=b: encode_piece(model, segment, *b))  # type: ignore[misc]
+                for b in bounds
+            ]
+            split = {"overlap": OVERLAP, "piece_seconds": times}
+    finally:
+        torch.set_num_threads(threads)
+    alone = whole * segments
+    result: dict[str, Any] = {
+        "segment_seconds": whole,
+        "speedups": {str(n): alone / makespan([whole] * segments, n) for n in workers},
+    }
+    if split is not None:
+        result["split"] = split | {
+            "speedups": {
+                str(n): alone / makespan(split["piece_seconds"] * segments, n) for n in workers
+            }
+        }
+    return result
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+@dataclass(frozen=True)
+class LoadPoint:
+    """One arrival rate of a sweep.
+
+    Attributes:
+        way: ``recompute`` or ``assembly``.
+        rate: requests per second that arrive.
+        first_tokens: seconds from a request's arrival to its first token.
+        reused: share of segments whose state was there.
+    """
+
+    way: str
+    rate: float
+    first_tokens: tuple[float, ...]
+    reused: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Mean, median and 95th percentile."""
+        ordered = sorted(self.first_tokens)
+        return {
+            "way": self.way,
+            "rate": self.rate,
+            "requests": len(ordered),
+            "mean": sum(ordered) / len(ordered),
+            "median": ordered[len(ordered) // 2],
+            "p95": ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))],
+            "reused": self.reused,
+        }
+
+
+def measure_load(
+    model: HybridModel,
+    case: Case,
+    rates: Sequence[float],
+    *,
+    requests: int = 40,
+    chunks: int = 50,
+    skew: float = 1.0,
+    ways: Sequence[str] = ("recompute", "assembly"),
+    seed: int = 0,
+) -> list[LoadPoint]:
+    """Requests that arrive at random (Poisson) and draw their segments by Zipf's law.
+
+    One server works them off in order of arrival. Every request is really computed; only the time
+    between arrivals is simulated, so a sweep takes as long as the work itself. A segment that's met
+    for the first time is encoded, and that counts.
+
+    Raises:
+        ConfigError: a rate isn't positive, or there are fewer chunks than segments in a request.
+    """
+    if min(rates, default=0) <= 0 or chunks < case.segments:
+        raise ConfigError(
+            f"Rates must be positive and chunks at least {case.segments}; got {list(rates)} and "
+            f"{chunks}."
+        )
+    prefix = random_tokens(model, case.prefix, seed)
+    cache = new_cache(model.config)
+    base = Context(prefix, cache, forward(model.module, prefix, 0, cache)[-1])
+    pool = [Segment(random_tokens(model, case.tokens, seed + 1 + i)) for i in range(chunks)]
+    weights = [1 / (rank + 1) ** skew for rank in range(chunks)]
+    points = []
+    for way in ways:
+        for rate in rates:
+            draw = random.Random(seed)
+            held: dict[int, SegmentState | None] = {}
+            clock = free = 0.0
+            first_tokens, hits = [], 0
+            for number in range(requests):
+                clock += draw.expovariate(rate)
+                chosen = _distinct(draw, weights, case.segments)
+                question = random_tokens(model, case.question, seed + 5000 + number)
+                segments = tuple(pool[i] for i in chosen)
+                hits += sum(i in held for i in chosen)
+                spent = _seconds(
+                    lambda s=segments, c=chosen, q=question, h=held, w=way: _serve(  # type: ignore[misc]
+                        model, w, base, s, c, q, h, case.seam
+                    )
+                )
+                free = max(free, clock) + spent
+                first_tokens.append(free - clock)
+            share = hits / (requests * case.segments) if way == "assembly" else 0.0
+            points.append(LoadPoint(way, rate, tuple(first_tokens), share))
+    return points
+
+
+def _serve(
+    model: HybridModel,
+    way: str,
+    base: Context,
+    segments: tuple[Segment, ...],
+    chosen: Sequence[int],
+    question: tuple[int, ...],
+    held: dict[int, SegmentState | None],
+    seam: Seam,
+) -> None:
+    if way == "recompute":
+        ids = Request(segments, (None,) * len(segments), question, base).token_ids
+        forward(model.module, ids, 0, new_cache(model.config))
+        return
+    missing = [(i, segment) for i, segment in zip(chosen, segments, strict=True) if i not in held]
+    fresh = encode_segments(model, [segment for _, segment in missing], seam, base)
+    held.update({i: state for (i, _), state in zip(missing, fresh, strict=True)})
+    assemble(model, [Request(segments, tuple(held[i] for i in chosen), question, base)])
+
+
+def _distinct(draw: random.Random, weights: Sequence[float], count: int) -> list[int]:
+    chosen: list[int] = []
+    while len(chosen) < count:
+        index = draw.choices(range(len(weights)), weights)[0]
+        if index not in chosen:
+            chosen.append(index)
+    return chosen
+
+
+def _key(model: HybridModel, segment: Segment, base: Context | None = None) -> SegmentKey:
+    return SegmentKey(
+        model=model.name,
+        tokenizer="",
+        conditioning=token_digest(base.token_ids if base else ()),
+        seam=Seam(),
+        token_ids=segment.token_ids,
+    )
