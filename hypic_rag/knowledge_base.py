@@ -91,6 +91,7 @@ class KnowledgeBase:
         conditioning: str | None = "system prompt",
         chunk_tokens: int = 512,
         seam: Seam | None = None,
+        state_precision: str = "exact",
         tenant: str = "",
         embedder: Embedder | None = None,
         create: bool = True,
@@ -98,9 +99,9 @@ class KnowledgeBase:
     ) -> Self:
         """Open the knowledge base in the folder ``path``, or make one there.
 
-        What a store is made with (``conditioning``, ``chunk_tokens``, ``seam``) is fixed at its
-        creation and only looked at then. The served ``system_prompt`` may change at any time: it
-        invalidates no state.
+        What a store is made with (``conditioning``, ``chunk_tokens``, ``seam``,
+        ``state_precision``) is fixed at its creation and only looked at then. The served
+        ``system_prompt`` may change at any time: it invalidates no state.
 
         Args:
             path: folder of the store.
@@ -111,6 +112,8 @@ class KnowledgeBase:
                 creation), any other text, or None to encode them in isolation.
             chunk_tokens: the most tokens of a chunk, in the model's own tokens.
             seam: tokens recomputed at a segment's ends; default :class:`Seam`.
+            state_precision: how states are compressed on the disk: ``exact`` (not at all),
+                ``half``, ``low rank``, ``compact`` or ``smallest``.
             tenant: whose documents to ask and to ingest.
             embedder: makes the vectors; by default all-MiniLM-L6-v2.
             create: make a store if there's none.
@@ -132,6 +135,7 @@ class KnowledgeBase:
                 conditioning=served if conditioning == "system prompt" else conditioning,
                 chunk_tokens=chunk_tokens,
                 seam=seam or Seam(),
+                state_precision=state_precision,
                 model=loaded.name,
                 embedder=embedder.name,
                 embedder_digest=embedder.digest,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -43,8 +44,11 @@ class FileDescription:
     sha256: str
 
 
-def encode_state(key: SegmentKey, state: SegmentState) -> bytes:
+def encode_state(key: SegmentKey, state: SegmentState, precision: str = "exact") -> bytes:
     """The bytes of a file that holds ``state`` and says by itself which key it belongs to.
+
+    A ``precision`` other than ``exact`` compresses it; the file then says by how much its layers
+    may be off.
 
     Raises:
         StateMismatchError: the state isn't one of the key's segment.
@@ -52,10 +56,19 @@ def encode_state(key: SegmentKey, state: SegmentState) -> bytes:
     from safetensors.torch import save
 
     _check_fit(key, state)
-    tensors = _own_storage(state.to_tensors())
+    described: dict[str, Any] = dict(state.metadata())
+    held: Mapping[str, Tensor] = state.to_tensors()
+    if precision != "exact":
+        from hypic_rag.store.compression import LEVELS, compress
+
+        packed = compress(state, LEVELS[precision])
+        held = packed.tensors
+        bounds = [dataclasses.asdict(bound) for bound in packed.bounds]
+        described = {**packed.description, "precision": precision, "bounds": bounds}
+    tensors = _own_storage(held)
     description = {
         "key": _key_to_json(key),
-        "state": state.metadata(),
+        "state": described,
         "tensors_sha256": _tensors_digest(tensors),
     }
     # A single entry, since safetensors writes several in no fixed order.
@@ -259,7 +272,14 @@ def _decode(
 ) -> SegmentState:
     from hypic_rag.states import SegmentState
 
-    state = SegmentState.from_tensors(tensors, description["state"])
+    described = description["state"]
+    if "precision" in described:
+        from hypic_rag.store.compression import CompressedState, LayerBound
+
+        bounds = tuple(LayerBound(**bound) for bound in described["bounds"])
+        state = CompressedState(tensors, described, bounds).expand()
+    else:
+        state = SegmentState.from_tensors(tensors, described)
     _check_fit(key, state)
     return state
 

@@ -33,6 +33,12 @@ STORE_FORMAT = 1
 _MAX_TOKEN = 2**31 - 1
 
 
+STATE_PRECISIONS = ("exact", "half", "low rank", "compact", "smallest")
+"""Names of the levels in :mod:`hypic_rag.store.compression`, the largest first."""
+_ADDED = {"state_precision"}
+"""Settings that stores made before them lack; they have the default."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoreSettings:
     """What a store was made with; saved inside it and the same for everything it holds.
@@ -46,6 +52,7 @@ class StoreSettings:
             key carries the fingerprint of the model that made it.
         embedder: name of the embedding model.
         embedder_digest: digest of the embedding model's weights.
+        state_precision: how states are compressed on the disk, one of :data:`STATE_PRECISIONS`.
         format_version: version of the folder's layout.
 
     Raises:
@@ -59,6 +66,7 @@ class StoreSettings:
     model: str = ""
     embedder: str = ""
     embedder_digest: str = ""
+    state_precision: str = "exact"
     format_version: int = STORE_FORMAT
 
     def __post_init__(self) -> None:
@@ -72,6 +80,11 @@ class StoreSettings:
             _require_text("conditioning", self.conditioning)
         if not isinstance(self.seam, Seam):
             raise ConfigError(f"seam must be a Seam, but is {self.seam!r}.")
+        if self.state_precision not in STATE_PRECISIONS:
+            raise ConfigError(
+                f"Unknown state precision {self.state_precision!r}: expected one of "
+                f"{', '.join(STATE_PRECISIONS)}."
+            )
 
     def to_json(self) -> dict[str, Any]:
         """These settings as plain JSON values."""
@@ -86,7 +99,7 @@ class StoreSettings:
             ConfigError: a key is unknown or missing, or a value is wrong.
         """
         known = {item.name for item in dataclasses.fields(cls)}
-        unknown, missing = sorted(set(values) - known), sorted(known - set(values))
+        unknown, missing = sorted(set(values) - known), sorted(known - set(values) - _ADDED)
         if unknown or missing:
             raise ConfigError(
                 "The store's settings don't fit this version: "

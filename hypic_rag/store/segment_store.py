@@ -401,7 +401,7 @@ class SegmentStore:
         """
         self._require_writable()
         digest = key.digest
-        data = encode_state(key, state)
+        data = encode_state(key, state, self.settings.state_precision)
         row = StateRow.of(key, len(data), hashlib.sha256(data).hexdigest())
         # The file gets its name within the transaction, so that nobody who holds the write lock
         # ever sees a file without a row from a process that's alive.
