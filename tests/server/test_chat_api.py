@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Serve, Served, wait_until
+from serving import Serve, Served, wait_until
 
 from hypic_rag import KnowledgeBase, Sampling
 from hypic_rag.engine.engine import Engine
@@ -562,7 +562,7 @@ def test_a_full_queue_refuses_at_once(kb: KnowledgeBase, serve: Serve, slow: lis
 def test_an_answer_that_runs_may_finish_when_the_server_stops(
     kb: KnowledgeBase, slow: list[int]
 ) -> None:
-    from conftest import running
+    from serving import running
 
     lines: list[str] = []
     with running(kb) as served:

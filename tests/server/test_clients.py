@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Serve, Served
+from serving import Serve, Served
 
 pytest.importorskip("openai")
 

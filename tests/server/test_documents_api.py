@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import DOCUMENTS, Serve, Served
 from hypothesis import given
 from hypothesis import strategies as st
+from serving import DOCUMENTS, Serve, Served
 
 from hypic_rag import KnowledgeBase
 from hypic_rag.server.errors import ApiError

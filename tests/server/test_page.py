@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Serve, Served
+from serving import Serve, Served
 
 from hypic_rag import KnowledgeBase, Sampling
 from hypic_rag.engine.engine import Engine
