@@ -158,7 +158,8 @@ class EncoderPool:
     def wait_until_ready(self) -> None:
         """Return when every worker has loaded the model and prefilled the conditioning prefix."""
         while any(not worker.ready for worker in self._workers):
-            self._collect([], deque())
+            for _ in self._collect([], deque()):
+                pass
 
     def encode(
         self,
