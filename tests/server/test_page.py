@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import time
@@ -42,7 +43,8 @@ expect.set_options(timeout=60_000)
 def browser() -> Iterator[Browser]:
     chromium = shutil.which("chromium")
     if chromium is None:
-        pytest.skip("Chromium isn't installed.")
+        # Where everything has to run, a missing browser is a failure.
+        (pytest.fail if "CI" in os.environ else pytest.skip)("Chromium isn't installed.")
     with sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=chromium, args=list(FLAGS))
         yield opened
