@@ -90,6 +90,9 @@ def ingest(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Read and count everything, change nothing.")
     ] = False,
+    workers: Annotated[
+        int, typer.Option(min=0, help="Processes that encode side by side; 0 for none.")
+    ] = 0,
     tenant: Tenant = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -117,7 +120,7 @@ def ingest(
             create=True,
             read_only=dry_run and folder == store,
         ) as kb:
-            report = _ingest(kb, paths, prune=prune, dry_run=dry_run)
+            report = _ingest(kb, paths, prune=prune, dry_run=dry_run, workers=workers)
     _print_report(report, dry_run=dry_run, as_json=as_json)
     if report.failed:
         raise typer.Exit(1)
@@ -404,7 +407,9 @@ def _top_k(option: int | None, settings: Settings) -> int:
     return count
 
 
-def _ingest(kb: KnowledgeBase, paths: list[str], *, prune: bool, dry_run: bool) -> IngestReport:
+def _ingest(
+    kb: KnowledgeBase, paths: list[str], *, prune: bool, dry_run: bool, workers: int
+) -> IngestReport:
     """Run an ingestion with a progress bar on stderr."""
     from rich.console import Console
     from rich.progress import (
@@ -437,7 +442,7 @@ def _ingest(kb: KnowledgeBase, paths: list[str], *, prune: bool, dry_run: bool) 
                 rate=f"{progress.tokens / elapsed:,.0f}",
             )
 
-        return kb.ingest(*paths, prune=prune, dry_run=dry_run, progress=show)
+        return kb.ingest(*paths, prune=prune, dry_run=dry_run, progress=show, workers=workers)
 
 
 def _print_report(report: IngestReport, *, dry_run: bool, as_json: bool) -> None:

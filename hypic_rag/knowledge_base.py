@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,7 @@ from hypic_rag.errors import ConfigError, ContextLengthError
 from hypic_rag.families.model import HybridModel
 from hypic_rag.ingest.embedder import Embedder, MiniLmEmbedder
 from hypic_rag.ingest.pipeline import Ingestor, IngestReport, Progress
+from hypic_rag.ingest.workers import EncoderPool
 from hypic_rag.retrieval import Retriever
 from hypic_rag.segments import Segment
 from hypic_rag.store import Condition, SegmentStore, StoreSettings
@@ -207,18 +209,30 @@ class KnowledgeBase:
         prune: bool = False,
         dry_run: bool = False,
         progress: Callable[[Progress], None] | None = None,
+        workers: int = 0,
     ) -> IngestReport:
-        """Bring the store up to date with files and folders; see :meth:`Ingestor.run`."""
-        ingestor = Ingestor(
-            self.store,
-            self.segment_cache(),
-            self.prompt,
-            self.embedder,
-            self.model.segment_bytes,
-            self.model.tokenizer_digest,
-            self.tenant,
-        )
-        return ingestor.run(paths, prune=prune, dry_run=dry_run, progress=progress)
+        """Bring the store up to date with files and folders; see :meth:`Ingestor.run`.
+
+        With ``workers`` so many processes encode side by side, on one thread each; see
+        :class:`~hypic_rag.ingest.workers.EncoderPool`, also for what may go wrong.
+        """
+        with ExitStack() as stack:
+            pool = None
+            if workers and not dry_run:
+                conditioning = self.store.settings.conditioning
+                behind = () if conditioning is None else self.prefix(conditioning)[0].token_ids
+                pool = stack.enter_context(EncoderPool(self.model, workers, behind))
+            ingestor = Ingestor(
+                self.store,
+                self.segment_cache(),
+                self.prompt,
+                self.embedder,
+                self.model.segment_bytes,
+                self.model.tokenizer_digest,
+                self.tenant,
+                pool,
+            )
+            return ingestor.run(paths, prune=prune, dry_run=dry_run, progress=progress)
 
     # -- states --------------------------------------------------------------------------------
 

