@@ -139,7 +139,12 @@ class Family(ABC):
         if embedding is None:
             empty = like.new_empty(positions.shape[0], 0)
             return empty, empty
-        cos, sin = embedding(like.unsqueeze(0), positions.unsqueeze(0))
+        x, places = like.unsqueeze(0), positions.unsqueeze(0)
+        try:
+            cos, sin = embedding(x, places)
+        except IndexError:
+            # transformers 5.17 wants one row of positions per axis here.
+            cos, sin = embedding(x, places.expand(3, 1, -1))
         return cos[0], sin[0]
 
     @abstractmethod
