@@ -212,7 +212,8 @@ def attention_scores(bench: Bench) -> dict[tuple[int, str], list[float]]:
         for asked in trial.asked:
             seen.clear()
             request = bench.request(place, asked.question, set())
-            context = assemble(recording, [request])[0].context
+            # All logits are asked for, so that the last layer has all queries too.
+            context = assemble(recording, [request], all_logits=True)[0].context
             count, length = len(asked.question), context.length
             where = torch.arange(length, device=model.device)
             cos, sin = model.family.rotary(model.decoder, model.embedding_like(), where)
@@ -237,8 +238,8 @@ def _recording(family: Any, seen: list[Tensor]) -> Any:
     """The family, keeping the queries of every full-attention layer that runs."""
 
     class Recording(type(family)):  # type: ignore[misc]
-        def attention_inputs(self, mixer: Any, x: Tensor) -> AttentionInputs:
-            inputs: AttentionInputs = super().attention_inputs(mixer, x)
+        def attention_inputs(self, *arguments: Any) -> AttentionInputs:
+            inputs: AttentionInputs = super().attention_inputs(*arguments)
             seen.append(inputs.queries)
             return inputs
 
