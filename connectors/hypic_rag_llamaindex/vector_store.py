@@ -266,7 +266,13 @@ class HypicVectorStore(BasePydanticVectorStore):
         return self._kb.store.search_text(query.query_str, k, self._kb.tenant, where)
 
     def _hybrid(self, query: VectorStoreQuery, where: Condition | None) -> list[Hit]:
-        """Both rankings fused by rank, as the knowledge base itself retrieves."""
+        """As the knowledge base retrieves or, given an alpha, both rankings fused by rank."""
+        if query.alpha is None and query.query_str:
+            limit = query.hybrid_top_k or query.similarity_top_k
+            sources = self._kb.retrieve(query.query_str, limit, where)
+            scores = {source.id: source.score for source in sources if source.id is not None}
+            found = self._kb.store.chunks(scores, self._kb.tenant)
+            return [Hit(chunk, scores[chunk.id]) for chunk in found]
         alpha = 0.5 if query.alpha is None else query.alpha
         if not 0.0 <= alpha <= 1.0:
             raise ConfigError(f"alpha must lie in [0, 1], but is {alpha}.")
@@ -276,17 +282,17 @@ class HypicVectorStore(BasePydanticVectorStore):
             (2 * alpha, self._by_meaning(query, count, where)),
             (2 * (1 - alpha), self._by_words(query, query.sparse_top_k or count, where)),
         )
-        scores: dict[int, float] = {}
+        fused: dict[int, float] = {}
         firsts: dict[int, tuple[int, int]] = {}
         chunks: dict[int, StoredChunk] = {}
         for number, (weight, hits) in enumerate(rankings):
             for rank, hit in enumerate(hits, start=1) if weight else ():
                 key = hit.chunk.id
                 chunks[key] = hit.chunk
-                scores[key] = scores.get(key, 0.0) + weight / (_RANK_CONSTANT + rank)
+                fused[key] = fused.get(key, 0.0) + weight / (_RANK_CONSTANT + rank)
                 firsts[key] = min(firsts.get(key, (rank, number)), (rank, number))
-        best = sorted(scores, key=lambda key: (-scores[key], firsts[key]))
-        return [Hit(chunks[key], scores[key]) for key in best[:limit]]
+        best = sorted(fused, key=lambda key: (-fused[key], firsts[key]))
+        return [Hit(chunks[key], fused[key]) for key in best[:limit]]
 
     def _diverse(
         self, query: VectorStoreQuery, settings: dict[str, Any], where: Condition | None

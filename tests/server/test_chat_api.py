@@ -45,10 +45,11 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
 
     def generate(self: Engine, context: Any, sampling: Sampling) -> Iterator[int]:
+        words = self.prompt.text(" the ferry and the mill")
         for number in range(sampling.max_tokens):
             time.sleep(0.01)
             made.append(number)
-            yield 97 + number % 20
+            yield words[number % len(words)]
 
     monkeypatch.setattr(Engine, "generate", generate)
     return made
@@ -473,7 +474,8 @@ def test_the_server_answers_others_while_it_generates(
     served = serve(kb)
     client, stream = long_stream(served)
     with client, stream as response:
-        next(response.iter_lines())
+        lines_read = response.iter_lines()  # dropping it would close the connection
+        next(lines_read)
         with served.client() as other:
             assert other.get("/healthz").status_code == 200
         short = served.ask(QUESTION, max_tokens=2)
@@ -487,7 +489,8 @@ def test_work_stops_when_the_client_goes_away(
     served = serve(kb, ServerSettings(timeout_s=1000))
     client, stream = long_stream(served, 100_000)
     with client, stream as response:
-        next(response.iter_lines())
+        lines_read = response.iter_lines()  # dropping it would close the connection
+        next(lines_read)
         wait_until(lambda: len(slow) > 3)
     settled(slow)
     with served.client() as other:
@@ -548,7 +551,8 @@ def test_a_full_queue_refuses_at_once(kb: KnowledgeBase, serve: Serve, slow: lis
     client, stream = long_stream(served, 100_000)
     with ThreadPoolExecutor(1) as threads:
         with client, stream as response:
-            next(response.iter_lines())
+            lines_read = response.iter_lines()  # dropping it would close the connection
+            next(lines_read)
             waiting = threads.submit(served.ask, QUESTION, max_tokens=1)
             with served.client() as other:
                 wait_until(lambda: 'hypic_queue{kind="answers"} 1.0' in other.get("/metrics").text)

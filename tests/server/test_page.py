@@ -126,9 +126,10 @@ def test_the_answer_streams_and_can_be_stopped(
     served: Served, open_page: Callable[..., Page], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def generate(self: Engine, context: Any, sampling: Sampling) -> Iterator[int]:
+        words = self.prompt.text(" the ferry and the mill")
         for number in range(3000):
             time.sleep(0.02)
-            yield 97 + number % 20
+            yield words[number % len(words)]
 
     monkeypatch.setattr(Engine, "generate", generate)
     page = open_page(served)
