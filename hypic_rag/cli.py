@@ -100,9 +100,14 @@ def ingest(
     as_json: AsJson = False,
 ) -> None:
     """Ingest documents: read, chunk, encode and embed what's new or has changed."""
+    import os
     import tempfile
 
     settings = Settings.load(config)
+    for path in paths:
+        # Before a store is made for nothing.
+        if not os.path.lexists(path):
+            raise ConfigError(f"{path}: No such file or directory; check the path.")
     with tempfile.TemporaryDirectory() as scratch:
         # Nothing may be written, so a store that doesn't exist yet is made elsewhere.
         folder = store if not dry_run or _holds_store(store) else Path(scratch) / "store"
@@ -230,6 +235,7 @@ def inspect(
     from hypic_rag.engine.engine import checkpoint_path
     from hypic_rag.families.inspect import inspect_checkpoint
 
+    _quiet()
     if tokens < 1:
         raise ConfigError(f"--tokens must be at least 1, but is {tokens}.")
     report = inspect_checkpoint(checkpoint_path(model), tokens, model)
@@ -325,6 +331,7 @@ def _quiet() -> None:
 
     library.set_verbosity_error()
     library.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def _holds_store(path: Path) -> bool:

@@ -628,6 +628,8 @@ def encoded_tokens(fetched: Fetched, segments: Sequence[Segment], seam: Seam) ->
 
 
 def _check_chunk_tokens(model: HybridModel, settings: StoreSettings) -> None:
+    if settings.chunk_tokens < 16:
+        raise ConfigError(f"chunk_tokens must be at least 16, but is {settings.chunk_tokens}.")
     if settings.chunk_tokens >= model.context_length:
         raise ConfigError(
             f"chunk_tokens is {settings.chunk_tokens}, but the model's context holds "

@@ -12,6 +12,7 @@ from hypic_rag.errors import ConfigError, EmptyStoreError
 from hypic_rag.ingest.embedder import Embedder
 from hypic_rag.ingest.fusion import reciprocal_rank_fusion
 from hypic_rag.ingest.sentences import sentence_spans
+from hypic_rag.segments import is_unicode
 from hypic_rag.store import Condition, Hit, SegmentStore, StoredChunk
 
 __all__ = ["Retriever"]
@@ -67,6 +68,8 @@ class Retriever:
             raise ConfigError(f"top_k must be at least 1, but is {top_k}.")
         if not question.strip():
             raise ConfigError("The question is empty: ask something.")
+        if not is_unicode(question):
+            raise ConfigError("The question isn't valid Unicode text: give it as UTF-8.")
         ranked = self._ranked(question, max(_CANDIDATES, top_k), filters)
         if not ranked and not self._store.documents(self._tenant):
             raise EmptyStoreError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hypic_rag.config import Seam
 from hypic_rag.errors import ConfigError
 
-__all__ = ["FORMAT_VERSION", "Segment", "SegmentKey", "token_digest"]
+__all__ = ["FORMAT_VERSION", "Segment", "SegmentKey", "is_unicode", "token_digest"]
 
 FORMAT_VERSION = 1
 """Version of the segment state format; part of every key, so old states are never read as new."""
@@ -33,6 +33,15 @@ class Segment:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+
+def is_unicode(text: str) -> bool:
+    """Whether ``text`` is valid Unicode: lone surrogates can neither be tokenised nor stored."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def token_digest(token_ids: Sequence[int]) -> str:

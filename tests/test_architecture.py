@@ -25,7 +25,7 @@ ALLOWED = {
 }
 ALLOWED["engine"] = {*ALLOWED["store"], "ops", "families", "store"}
 ALLOWED["ingest"] = {*ALLOWED["engine"], "engine"}
-ALLOWED["retrieval"] = {"errors", "answers", "store", "ingest"}
+ALLOWED["retrieval"] = {"errors", "segments", "answers", "store", "ingest"}
 ALLOWED["knowledge_base"] = {*ALLOWED["ingest"], "ingest", "answers", "retrieval", "chat"}
 ALLOWED["chat"] = {*ALLOWED["knowledge_base"], "knowledge_base"}
 ALLOWED["evaluation"] = {*ALLOWED["chat"], "chat"}

@@ -205,6 +205,13 @@ def test_bad_input(run: Runner, store: Path, arguments: list[str], message: str,
     assert run("stats", "--store", store).code == 0
 
 
+def test_what_is_refused_leaves_no_store(run: Runner, documents: Path, tmp_path: Path) -> None:
+    for arguments in (["/no/such/folder"], [documents, "--chunk-tokens", 1]):
+        result = run("ingest", *arguments, "--store", tmp_path / "new")
+        assert result.code == 2
+        assert not (tmp_path / "new").exists()
+
+
 def test_unknown_options_are_usage_errors(run: Runner, store: Path) -> None:
     assert run("ask", QUESTION, "--store", store, "--topk", "3").code == 2
 

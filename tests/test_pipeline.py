@@ -14,6 +14,7 @@ import pytest
 
 from hypic_rag import KnowledgeBase, Sampling
 from hypic_rag.engine.segment_cache import SegmentCache
+from hypic_rag.errors import ConfigError
 from hypic_rag.families.model import HybridModel
 from hypic_rag.ingest import pipeline
 from hypic_rag.ingest.embedder import MiniLmEmbedder
@@ -115,6 +116,17 @@ def test_bad_files_fail_with_reasons_and_the_rest_goes_on(
     }
     assert all(reason and "\n" not in reason for _, reason in report.failed)
     assert any(path.endswith("picture.png") for path, _ in report.skipped)
+
+
+def test_text_and_names_that_are_no_unicode(kb: KnowledgeBase, documents: Path) -> None:
+    (documents / "lone.json").write_text('{"c": "\\ud800 alone"}')
+    (documents / os.fsdecode(b"old\xff.txt")).write_text("The mayor of Vik is Ola Nord.\n")
+    report = kb.ingest(documents)
+    assert [source for source, _ in report.failed] == ["docs/lone.json"]
+    assert "Unicode" in report.failed[0][1]
+    assert r"docs/old\xff.txt" in report.added
+    with pytest.raises(ConfigError, match="Unicode"):
+        kb.ask("what \udcff bytes")
 
 
 def test_a_file_that_vanishes_meanwhile(

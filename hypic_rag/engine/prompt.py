@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 
 from hypic_rag.errors import ConfigError
 from hypic_rag.families.model import HybridModel
-from hypic_rag.segments import Segment
+from hypic_rag.segments import Segment, is_unicode
 
 __all__ = ["PromptFormat"]
 
@@ -112,6 +112,11 @@ class PromptFormat:
 
     def text(self, text: str) -> tuple[int, ...]:
         """Ids of plain text: no special tokens added, none recognised."""
+        if not is_unicode(text):
+            raise ConfigError(
+                "The text has characters that aren't valid Unicode (lone surrogates): "
+                "give it as UTF-8."
+            )
         return self._ids(text, plain=True)
 
     def formatted(self, text: str) -> tuple[int, ...]:

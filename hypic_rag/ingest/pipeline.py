@@ -7,6 +7,7 @@ alone, and states that were already stored are found again by their keys.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +22,8 @@ from hypic_rag.ingest.chunking import Chunk, split_document
 from hypic_rag.ingest.discovery import Found, Skipped, discover, folder_names, sha256_of
 from hypic_rag.ingest.embedder import Embedder
 from hypic_rag.ingest.readers import read_document
-from hypic_rag.segments import Segment
+from hypic_rag.ingest.readers.document import Document
+from hypic_rag.segments import Segment, is_unicode
 from hypic_rag.store import ChunkRecord, DocumentRecord, SegmentStore, StoredChunk
 
 __all__ = ["TOKENIZER_KEY", "IngestReport", "Ingestor", "Progress", "chunk_segment"]
@@ -252,7 +254,7 @@ class _Run:
         self.report.restored.append(known.source)
 
     def _changed(self, file: Found, digest: str, known: bool) -> None:
-        document = read_document(file.path)
+        document = _storable(read_document(file.path), file)
         chunks = split_document(
             document, self._in._prompt.text, self._in._store.settings.chunk_tokens
         )
@@ -328,3 +330,19 @@ class _Run:
 def chunk_segment(chunk: StoredChunk) -> Segment:
     """The segment of a stored chunk, from the tokens that were stored with it."""
     return Segment(chunk.token_ids, chunk.text)
+
+
+def _storable(document: Document, file: Found) -> Document:
+    """``document`` with a title that can be stored; file names may be no valid text.
+
+    Raises:
+        DocumentError: its text has characters that aren't valid Unicode.
+    """
+    if not is_unicode(document.text):
+        raise DocumentError(
+            f"{file.source}: its text has characters that aren't valid Unicode (lone surrogates); "
+            "save it as UTF-8."
+        )
+    if not is_unicode(document.title):
+        return dataclasses.replace(document, title=file.source.rpartition("/")[2])
+    return document
