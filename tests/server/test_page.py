@@ -21,7 +21,7 @@ pytest.importorskip("playwright")
 
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
-# Three of these (streaming, comparing, texts that look like markup) have failed in runs of the whole
+# Three of these (streaming, comparing, texts like markup) have failed in runs of the whole
 # file: the answer's element stayed empty, which any test that asks may meet. The cause isn't known
 # yet. Until it is, a failure here is reported but doesn't stop others.
 pytestmark = pytest.mark.xfail(strict=False, reason="sometimes fails in a long run; cause unknown")
