@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]
 
+_WrongUse = typer.BadParameter.__mro__[2]
+"""Base of what typer raises for a wrong command line; it has no public name of its own."""
+
 app = typer.Typer(
     name="hypic-rag",
     help="Answers from documents with hybrid LLMs, from states that are computed once.",
@@ -287,7 +290,7 @@ def repair(store: Store, as_json: AsJson = False) -> None:
         print(json.dumps(report, indent=2))
     else:
         for name, value in report.items():
-            print(f"{name:<20}{value}")
+            print(f"{name.replace('_', ' '):<20}{_plain(value)}")
     if report["problems"]:
         raise typer.Exit(1)
 
@@ -310,16 +313,31 @@ def main() -> None:
     """Run the command line; errors made on purpose become one line on stderr."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     try:
-        app()
+        status = app(standalone_mode=False)
     except HypicError as error:
         _note(f"error: {error}")
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        _note("interrupted; what was finished is kept")
-        sys.exit(130)
+    except _WrongUse as error:
+        sys.exit(_explain(error))
+    except (KeyboardInterrupt, typer.Abort):
+        status = 130
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)
+    if status == 130:
+        _note("interrupted; what was finished is kept")
+    sys.exit(status)
+
+
+def _explain(error: Any) -> int:
+    """Say in one line what's wrong with the command line; returns the exit code."""
+    message = " ".join(error.format_message().split())
+    context = getattr(error, "ctx", None)
+    if context is None or type(error).__name__ == "NoArgsIsHelpError":
+        error.show()  # the help itself
+    else:
+        _note(f"error: {message.rstrip('.')}; see {context.command_path} --help")
+    return int(error.exit_code)
 
 
 # -- helpers -----------------------------------------------------------------------------------
@@ -397,6 +415,15 @@ def _open(
     )
 
 
+def _plain(value: object) -> str:
+    """A figure of a report, for people."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return "; ".join(map(str, value)) or "none"
+    return str(value)
+
+
 def _text(value: str | None) -> str | None:
     """``value``, or the content of the file it names as ``@FILE``."""
     if value is None or not value.startswith("@"):
@@ -462,9 +489,11 @@ def _print_report(report: IngestReport, *, dry_run: bool, as_json: bool) -> None
     for name in ("added", "updated", "unchanged", "restored", "removed"):
         count = len(getattr(report, name))
         if count:
-            print(f"{count:>6} documents {'' if name == 'unchanged' else would}{name}")
+            what = "document" if count == 1 else "documents"
+            print(f"{count:>6} {what} {'' if name == 'unchanged' else would}{name}")
+    what = "chunk" if report.chunks == 1 else "chunks"
     print(
-        f"{report.chunks:>6} chunks, {report.tokens} tokens encoded, "
+        f"{report.chunks:>6} {what}, {report.tokens} tokens encoded, "
         f"{report.state_bytes / 1e6:.1f} MB of states, {report.seconds:.1f} s"
     )
     for kind, entries in (("skipped", report.skipped), ("failed", report.failed)):

@@ -25,7 +25,8 @@ ALLOWED = {
 }
 ALLOWED["engine"] = {*ALLOWED["store"], "ops", "families", "store"}
 ALLOWED["ingest"] = {*ALLOWED["engine"], "engine"}
-ALLOWED["retrieval"] = {"errors", "segments", "answers", "store", "ingest"}
+ALLOWED["following"] = {"answers", "store", "ingest"}
+ALLOWED["retrieval"] = {*ALLOWED["following"], "errors", "segments", "following"}
 ALLOWED["knowledge_base"] = {*ALLOWED["ingest"], "ingest", "answers", "retrieval", "chat"}
 ALLOWED["chat"] = {*ALLOWED["knowledge_base"], "knowledge_base"}
 ALLOWED["evaluation"] = {*ALLOWED["chat"], "chat"}

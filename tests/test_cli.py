@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -159,6 +160,9 @@ def test_stats_and_repair(run: Runner, store: Path) -> None:
     next(store.glob("states/*/*.safetensors")).unlink()
     report = json.loads(run("repair", "--store", store, "--json").out)
     assert report["problems"] == []
+    text = run("repair", "--store", store).out
+    assert re.search(r"^lost states +0$", text, re.MULTILINE)
+    assert re.search(r"^problems +none$", text, re.MULTILINE)
     assert "documents" in run("stats", "--store", store).out
 
 
@@ -212,8 +216,27 @@ def test_what_is_refused_leaves_no_store(run: Runner, documents: Path, tmp_path:
         assert not (tmp_path / "new").exists()
 
 
-def test_unknown_options_are_usage_errors(run: Runner, store: Path) -> None:
-    assert run("ask", QUESTION, "--store", store, "--topk", "3").code == 2
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ask", QUESTION, "--store", "kb", "--topk", "3"], "No such option: --topk"),
+        (["ask", QUESTION, "--store", "kb", "--top-k", "few"], "--top-k"),
+        (["ask"], "Missing argument 'question'"),
+        (["query"], "No such command 'query'"),
+        (["bench", "nothing"], "No such command 'nothing'"),
+    ],
+)
+def test_wrong_command_lines(run: Runner, arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert_refused(result, message, 2)
+    assert "--help" in result.err
+
+
+def test_help_without_a_command(run: Runner) -> None:
+    for arguments in ([], ["bench"]):
+        result = run(*arguments)
+        assert result.code == 2
+        assert "Usage" in result.out + result.err
 
 
 def test_missing_and_foreign_stores(run: Runner, tmp_path: Path) -> None:

@@ -12,7 +12,16 @@ const state = {
   current: history.create(),
   running: null,
   problem: "",
+  submitted: false,
 };
+
+/** The view of each turn; one per turn, so that text that's still coming reaches what is shown. */
+const views = new WeakMap();
+
+function viewOf(turn) {
+  if (!views.has(turn)) views.set(turn, new TurnView(turn, actions));
+  return views.get(turn);
+}
 
 const documents = new Documents({
   onChange: (count) => {
@@ -47,6 +56,7 @@ async function start() {
     state.problem = error.message;
   }
   show();
+  if (state.submitted) submit();
 }
 
 function askForKey() {
@@ -73,8 +83,7 @@ $("login-form").addEventListener("submit", async (event) => {
 
 function show() {
   showConversations();
-  const views = state.current.turns.map((turn) => new TurnView(turn, actions));
-  $("messages").replaceChildren(...views.map((view) => view.node));
+  $("messages").replaceChildren(...state.current.turns.map((turn) => viewOf(turn).node));
   $("top-title").textContent = state.current.title || "Ask your documents";
   showWelcome();
   scrollToEnd();
@@ -212,7 +221,7 @@ async function ask(question) {
   const turn = { question, answer: "", busy: true };
   conversation.turns.push(turn);
   conversation.title ||= question.slice(0, 80);
-  const view = new TurnView(turn, actions);
+  const view = viewOf(turn);
   $("messages").append(view.node);
   showWelcome();
   scrollToEnd();
@@ -288,7 +297,9 @@ function fit() {
 
 function submit() {
   const text = question.value.trim();
-  if (!text || state.running || !state.info) return;
+  if (!text || state.running) return;
+  state.submitted = !state.info; // asked as soon as the server has said what it serves
+  if (state.submitted) return;
   question.value = "";
   fit();
   ask(text);
