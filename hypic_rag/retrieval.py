@@ -57,9 +57,7 @@ class Retriever:
         asked = Question.read(question, self._store, self._embedder)
         ranked, nearness = self._ranked(asked, max(_CANDIDATES, top_k), filters)
         if not ranked and not self._store.documents(self._tenant):
-            raise EmptyStoreError(
-                f"The store {self._store.path} has no documents to answer from: ingest some first."
-            )
+            raise EmptyStoreError(self._nothing())
         kept = ranked[: top_k - int(_FOLLOWING * top_k)]
         if len(kept) < top_k:
             taken = {source.id for source in kept}
@@ -71,6 +69,14 @@ class Retriever:
         taken = {source.id for source in kept}
         rest = [source for source in ranked if source.id not in taken]
         return kept + rest[: top_k - len(kept)]
+
+    def _nothing(self) -> str:
+        if self._tenant:
+            return (
+                f"The store {self._store.path} has no documents of the tenant {self._tenant!r}: "
+                "check the name, or ingest some for it first."
+            )
+        return f"The store {self._store.path} has no documents to answer from: ingest some first."
 
     def _ranked(
         self, question: Question, count: int, filters: Condition | None

@@ -255,6 +255,8 @@ def test_an_empty_store(run: Runner, tmp_path: Path) -> None:
     empty.mkdir()
     assert run("ingest", empty, "--store", tmp_path / "kb").code == 0
     assert_refused(run("ask", QUESTION, "--store", tmp_path / "kb"), "ingest some", 1)
+    other = run("ask", QUESTION, "--store", tmp_path / "kb", "--tenant", "ann")
+    assert_refused(other, "no documents of the tenant 'ann'", 1)
 
 
 def test_a_store_of_another_version(run: Runner, store: Path) -> None:

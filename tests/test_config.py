@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -85,3 +88,12 @@ def test_bad_settings_files(tmp_path: Path, content: str, message: str) -> None:
 def test_missing_settings_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="can't be read"):
         Settings.load(tmp_path / "none.toml")
+
+
+def test_the_readme_explains_every_setting(tmp_path: Path) -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text("utf-8")
+    (example,) = re.findall(r"```toml\n(.*?)```", readme, re.DOTALL)
+    file = tmp_path / "settings.toml"
+    file.write_text(example, "utf-8")
+    Settings.load(file)
+    assert set(tomllib.loads(example)) == {item.name for item in dataclasses.fields(Settings)}

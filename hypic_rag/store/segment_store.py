@@ -160,8 +160,8 @@ class SegmentStore:
         sqlite.check_header(root / CATALOG)
         if not read_only and not os.access(root, os.W_OK):
             raise StoreAccessError(
-                f"The store {root} can't be written; open it with read_only=True, or check the "
-                "permissions of the folder."
+                f"The store {root} can't be written; check the permissions of the folder, or, if "
+                "reading is enough, open it with read_only=True."
             )
         catalog = Catalog(root / CATALOG, read_only=read_only)
         try:
@@ -778,21 +778,22 @@ class SegmentStore:
 
 
 def _require_store(root: Path) -> None:
+    remedy = "check the path, or ingest documents there first"
     if not root.exists():
         reason = "the folder doesn't exist"
     elif not root.is_dir():
         reason = "it isn't a folder"
+        remedy = "check the path"
     elif not os.access(root, os.R_OK | os.X_OK):
         raise StoreAccessError(f"The folder {root} can't be read; check its permissions.")
     elif (root / CATALOG).is_file():
         return
     elif any(root.iterdir()):
         reason = f"the folder has no {CATALOG}"
+        remedy = "check the path; a new store needs an empty or a new folder"
     else:
         reason = "the folder is empty"
-    raise StoreFormatError(
-        f"There is no store at {root}: {reason}; check the path, or create a store there first."
-    )
+    raise StoreFormatError(f"There is no store at {root}: {reason}; {remedy}.")
 
 
 def _is_own(name: str) -> bool:
