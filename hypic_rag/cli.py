@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]
 
-_WrongUse = typer.BadParameter.__mro__[2]
+_WrongUse: type[Exception] = typer.BadParameter.__mro__[2]
 """Base of what typer raises for a wrong command line; it has no public name of its own."""
 
 app = typer.Typer(

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
+from demos.check_retrieval import index, missed
 from hypic_rag.answers import Source
-from hypic_rag.engine.prompt import PromptFormat
 from hypic_rag.families.model import HybridModel
 from hypic_rag.following import statements
-from hypic_rag.ingest.chunking import split_document
 from hypic_rag.ingest.embedder import MiniLmEmbedder
-from hypic_rag.ingest.readers import read_document
 from hypic_rag.retrieval import Retriever
-from hypic_rag.store import ChunkRecord, DocumentRecord, Filter, SegmentStore, StoreSettings
+from hypic_rag.store import Filter
 
 DEMOS = Path(__file__).parent.parent / "demos"
 FILLER = (
@@ -39,32 +36,11 @@ def add_folder(
 ) -> Iterator[AddFolder]:
     """Stores with the chunks and vectors of a folder's files, but without states."""
     stores = []
-    tokenize = PromptFormat(small_model).text
 
     def add(folder: Path) -> Retriever:
         place = tmp_path_factory.mktemp("retrieval") / "store"
-        store = SegmentStore.create(place, StoreSettings(dimension=embedder.dimension))
-        stores.append(store)
-        for path in sorted(folder.iterdir()):
-            document = read_document(path)
-            chunks = split_document(document, tokenize, 512)
-            vectors = embedder.embed([chunk.text for chunk in chunks])
-            record = DocumentRecord(
-                source=path.name,
-                title=document.title,
-                content_sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
-                bytes=path.stat().st_size,
-                mtime_ns=0,
-                media_type=document.media_type,
-            )
-            store.put_document(
-                record,
-                [
-                    ChunkRecord(chunk.text, chunk.token_ids, vector, heading=chunk.heading)
-                    for chunk, vector in zip(chunks, vectors, strict=True)
-                ],
-            )
-        return Retriever(store, embedder)
+        stores.append(index(folder, place, small_model, embedder))
+        return Retriever(stores[-1], embedder)
 
     yield add
     for store in stores:
@@ -97,12 +73,8 @@ def test_five_chunks_hold_what_the_bundled_questions_need(add_folder: AddFolder)
     questions = json.loads((DEMOS / "questions.json").read_text("utf-8"))
     asked = [question for question in questions if question["document"]]
     assert len(asked) >= 90
-    missed = [
-        question["question"]
-        for question in asked
-        if not set(question["document"]) <= set(names(retriever.retrieve(question["question"])))
-    ]
-    assert len(missed) <= 0.01 * len(asked), missed
+    lost = missed(retriever, asked)
+    assert len(lost) <= 0.01 * len(asked), lost
 
 
 def test_a_name_leads_on_from_prose(add_texts: AddTexts) -> None:
