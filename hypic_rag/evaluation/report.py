@@ -6,13 +6,16 @@ import math
 from collections.abc import Sequence
 from html import escape
 
+from rich.console import Console
 from rich.table import Table
 
 from hypic_rag.evaluation.charts import Axis, Point, Series, chart
 from hypic_rag.evaluation.metrics import Interval
 from hypic_rag.evaluation.verify import VariantReport, VerifyReport
 
-__all__ = ["to_html", "to_table"]
+__all__ = ["print_report", "to_html", "to_table"]
+
+_WIDEST = 1000
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1000px;
@@ -70,6 +73,21 @@ def to_table(report: VerifyReport) -> Table:
     for row in rows(report):
         table.add_row(*row)
     return table
+
+
+def print_report(report: VerifyReport, console: Console) -> None:
+    """Print the main table; where it's too wide, a block of lines for each mode."""
+    table = to_table(report)
+    options = console.options.update(max_width=_WIDEST)
+    if console.measure(table, options=options).maximum <= console.width:
+        console.print(table)
+        return
+    headings = columns(report)
+    width = max(map(len, headings)) + 2
+    console.print(_title(report), highlight=False, soft_wrap=True)
+    for row in rows(report):
+        lines = [f"{name:<{width}}{value}" for name, value in zip(headings, row, strict=True)]
+        console.print("", *lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
 
 
 def to_html(report: VerifyReport) -> str:

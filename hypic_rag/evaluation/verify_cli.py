@@ -64,7 +64,7 @@ def verify(
     from rich.progress import Progress
 
     from hypic_rag.engine.engine import load_model
-    from hypic_rag.evaluation.report import to_html, to_table
+    from hypic_rag.evaluation.report import print_report, to_html
     from hypic_rag.evaluation.verify import drawn_questions, read_questions, variants_of
     from hypic_rag.evaluation.verify import verify as measure
     from hypic_rag.knowledge_base import KnowledgeBase
@@ -99,7 +99,7 @@ def verify(
         json.dump(report.to_dict(), sys.stdout, indent=1)
         sys.stdout.write("\n")
     else:
-        Console().print(to_table(report))
+        print_report(report, Console())
     if max_kl is not None:
         mine = [v for v in report.variants if v.name == f"seam {stored}"]
         if not mine or not mine[0].compared or mine[0].kl.mean > max_kl:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Iterator
@@ -10,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from hypic_rag import KnowledgeBase, Mode, Seam
 from hypic_rag.errors import ConfigError, StateMismatchError
 from hypic_rag.evaluation import verify as verification
-from hypic_rag.evaluation.report import to_html, to_table
+from hypic_rag.evaluation.report import columns, print_report, rows, to_html, to_table
 from hypic_rag.evaluation.verify import (
     Question,
     Variant,
@@ -87,6 +89,12 @@ def test_the_reports_say_what_was_measured(kb: KnowledgeBase) -> None:
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
     assert "<script" not in page and "src=" not in page
     assert to_table(report).row_count == 2
+    for width in (60, 400):
+        console = Console(width=width, file=io.StringIO())
+        print_report(report, console)
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        cells = [*columns(report), *(cell for row in rows(report) for cell in row)]
+        assert all(cell in text for cell in cells)
     values = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert values["variants"][1]["speedup"] > 0
     assert values["about"]["questions"] == 2
