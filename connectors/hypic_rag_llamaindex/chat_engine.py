@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import queue
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,10 +36,11 @@ from llama_index.core.tools import ToolOutput
 
 from hypic_rag import Answer, KnowledgeBase
 from hypic_rag.errors import ConfigError
+from hypic_rag_llamaindex.checks import knowledge_base
 from hypic_rag_llamaindex.events import dispatcher
 from hypic_rag_llamaindex.llm import HypicLLM
 from hypic_rag_llamaindex.retriever import HypicRetriever
-from hypic_rag_llamaindex.synthesizer import passages_of_nodes
+from hypic_rag_llamaindex.synthesizer import passages_of_nodes, report_of_nothing
 from hypic_rag_llamaindex.workers import in_worker
 
 __all__ = ["HypicChatEngine", "HypicChatResponse"]
@@ -88,6 +90,7 @@ class HypicChatEngine(BaseChatEngine):
         empty_response: str = "Empty Response",
         callback_manager: CallbackManager | None = None,
     ) -> None:
+        self._kb = knowledge_base(kb, "HypicChatEngine")
         self._llm = llm or HypicLLM(kb)
         if self._llm.kb is not kb:
             raise ConfigError("The LLM must be made with this knowledge base: HypicLLM(kb).")
@@ -190,12 +193,14 @@ class HypicChatEngine(BaseChatEngine):
         try:
             if chat_history is not None and not _same(chat_history, self._messages):
                 self._take_up(chat_history)
+            started = time.perf_counter()
             nodes = self._retrieve(message)
+            retrieval = time.perf_counter() - started
             passages = passages_of_nodes(nodes)
             stream = None
             if passages or self._session.turns:
                 stream = self._session.stream(message, passages=passages)
-            return _Turn(self, message, nodes, stream)
+            return _Turn(self, message, nodes, stream, retrieval)
         except BaseException:
             self._turn.release()
             raise
@@ -219,7 +224,12 @@ class _Turn:
     """One turn under way; it holds the engine's lock until its pieces end."""
 
     def __init__(
-        self, engine: HypicChatEngine, message: str, nodes: list[NodeWithScore], stream: Any
+        self,
+        engine: HypicChatEngine,
+        message: str,
+        nodes: list[NodeWithScore],
+        stream: Any,
+        retrieval: float,
     ) -> None:
         self.nodes = nodes
         self.text = ""
@@ -235,6 +245,7 @@ class _Turn:
         self._engine = engine
         self._message = message
         self._stream = stream
+        self._retrieval = retrieval
 
     def pieces(self) -> Generator[str]:
         """The answer as it's generated."""
@@ -242,6 +253,8 @@ class _Turn:
         try:
             if self._stream is None:
                 self.text = engine._empty_response
+                told = report_of_nothing(engine._kb, engine._llm, self.nodes, self._retrieval)
+                self.metadata["hypic"].update(told)
                 yield self.text
                 return
             for piece in self._stream:
@@ -285,11 +298,15 @@ class _Turn:
 
     def _report(self, answer: Answer) -> None:
         told = answer.to_dict()
+        timings = told["timings"]
+        for name in ("retrieve_s", "ttft_s", "total_s"):
+            # The session was given its passages, so its clock started behind the retrieval.
+            timings[name] += self._retrieval
         self.metadata["hypic"].update(
             tokens=told["tokens"],
             reused_tokens=answer.reused_tokens,
             computed_tokens=answer.computed_tokens,
-            timings=told["timings"],
+            timings=timings,
             mode=told["mode"],
             warnings=told["warnings"],
         )

@@ -13,6 +13,7 @@ from llama_index.core.callbacks import CallbackManager
 from numpy.typing import NDArray
 
 from hypic_rag import KnowledgeBase
+from hypic_rag_llamaindex.checks import knowledge_base
 from hypic_rag_llamaindex.workers import StaysInProcess, in_worker
 
 __all__ = ["HypicEmbedding", "LlamaIndexEmbedder"]
@@ -36,6 +37,7 @@ class HypicEmbedding(StaysInProcess, BaseEmbedding):
         embed_batch_size: int = 64,
         callback_manager: CallbackManager | None = None,
     ) -> None:
+        knowledge_base(kb, "HypicEmbedding")
         super().__init__(
             model_name=kb.embedder.name,
             embed_batch_size=embed_batch_size,

@@ -34,9 +34,15 @@ def condition_of(filters: MetadataFilters | None) -> Condition | None:
     """The condition that asks for the same; all operators, and nested groups.
 
     Raises:
-        ConfigError: a filter's value doesn't fit its operator.
+        ConfigError: it isn't MetadataFilters, or a filter's value doesn't fit its operator.
     """
-    if filters is None or not filters.filters:
+    if filters is None:
+        return None
+    if not isinstance(filters, MetadataFilters):
+        raise ConfigError(
+            f"Filters are given as MetadataFilters(filters=[...]), not as {type(filters).__name__}."
+        )
+    if not filters.filters:
         return None
     parts = tuple(
         condition_of(part) or AllOf(()) if isinstance(part, MetadataFilters) else _filter(part)

@@ -20,6 +20,7 @@ from llama_index.core.vector_stores.utils import node_to_metadata_dict
 
 from hypic_rag import KnowledgeBase
 from hypic_rag.store import StoredChunk
+from hypic_rag_llamaindex.checks import knowledge_base
 from hypic_rag_llamaindex.nodes import (
     NODE_CONTENT,
     chunk_of_node,
@@ -62,7 +63,7 @@ class HypicIngestion(StaysInProcess, TransformComponent):
 
     def __init__(self, kb: KnowledgeBase) -> None:
         super().__init__()
-        self._kb = kb
+        self._kb = knowledge_base(kb, "HypicIngestion")
 
     @classmethod
     def class_name(cls) -> str:

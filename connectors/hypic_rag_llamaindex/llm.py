@@ -28,7 +28,8 @@ from llama_index.core.types import BaseOutputParser, PydanticProgramMode
 
 from hypic_rag import Engine, KnowledgeBase, Mode, Passage, Sampling, load_model
 from hypic_rag.errors import ConfigError
-from hypic_rag_llamaindex.workers import iterate_in_worker
+from hypic_rag_llamaindex.checks import knowledge_base
+from hypic_rag_llamaindex.workers import StaysInProcess, iterate_in_worker
 
 __all__ = ["HypicLLM"]
 
@@ -44,7 +45,7 @@ _ROLES = {
 _SETTINGS = ("max_tokens", "temperature", "top_p", "seed")
 
 
-class HypicLLM(CustomLLM):
+class HypicLLM(StaysInProcess, CustomLLM):
     """The model of a knowledge base, or any supported one, as an LLM of LlamaIndex.
 
     Asynchronous methods run the model in a worker thread, so the event loop goes on meanwhile;
@@ -100,7 +101,7 @@ class HypicLLM(CustomLLM):
             raise ConfigError("HypicLLM takes a knowledge base or a model, one of the two.")
         Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
         if kb is not None:
-            engine = kb.engine
+            engine = knowledge_base(kb, "HypicLLM").engine
         else:
             engine = Engine(load_model(model) if isinstance(model, str | Path) else model)
         super().__init__(

@@ -9,6 +9,7 @@ from llama_index.core.vector_stores.types import MetadataFilters
 
 from hypic_rag import KnowledgeBase
 from hypic_rag.errors import EmptyStoreError
+from hypic_rag_llamaindex.checks import knowledge_base
 from hypic_rag_llamaindex.filters import condition_of
 from hypic_rag_llamaindex.nodes import node_of_chunk
 from hypic_rag_llamaindex.workers import in_worker
@@ -34,7 +35,7 @@ class HypicRetriever(BaseRetriever):
         filters: MetadataFilters | None = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
-        self._kb = kb
+        self._kb = knowledge_base(kb, "HypicRetriever")
         self._top_k = top_k
         self._filters = condition_of(filters)
         super().__init__(callback_manager=callback_manager)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Generator, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ from hypic_rag_llamaindex.llm import HypicLLM
 from hypic_rag_llamaindex.nodes import chunks_of_ids, document_id, node_id, node_text
 from hypic_rag_llamaindex.workers import in_worker
 
-__all__ = ["HypicSynthesizer", "changed_nodes", "passages_of_nodes"]
+__all__ = ["HypicSynthesizer", "changed_nodes", "passages_of_nodes", "report_of_nothing"]
 
 
 class HypicSynthesizer(BaseSynthesizer):
@@ -112,7 +113,7 @@ class HypicSynthesizer(BaseSynthesizer):
         question = _text_of(query)
         passages = passages_of_nodes(nodes)
         if not passages:
-            return self._ended(query, self._nothing())
+            return self._ended(query, self._nothing(nodes, response_kwargs))
         with self._callback_manager.event(
             CBEventType.SYNTHESIZE, payload={EventPayload.QUERY_STR: question}
         ) as event:
@@ -143,7 +144,8 @@ class HypicSynthesizer(BaseSynthesizer):
         question = _text_of(query)
         passages = passages_of_nodes(nodes)
         if not passages:
-            return self._ended(query, self._anothing())
+            nothing = await in_worker(lambda: self._nothing(nodes, response_kwargs, in_loop=True))
+            return self._ended(query, nothing)
         with self._callback_manager.event(
             CBEventType.SYNTHESIZE, payload={EventPayload.QUERY_STR: question}
         ) as event:
@@ -196,15 +198,23 @@ class HypicSynthesizer(BaseSynthesizer):
         found = self._get_metadata_for_response([source.node for source in sources])
         return {**(found or {}), "hypic": report}
 
-    def _nothing(self) -> RESPONSE_TYPE:
-        if self._streaming:
-            return StreamingResponse(piece for piece in (self._nothing_found,))
-        return Response(self._nothing_found)
-
-    def _anothing(self) -> RESPONSE_TYPE:
-        if self._streaming:
-            return AsyncStreamingResponse(_said(self._nothing_found))
-        return Response(self._nothing_found)
+    def _nothing(
+        self,
+        nodes: Sequence[NodeWithScore],
+        settings: dict[str, Any],
+        *,
+        in_loop: bool = False,
+    ) -> RESPONSE_TYPE:
+        """The answer when there's nothing to read, for which the model isn't asked."""
+        now = time.perf_counter()
+        retrieval = now - settings.get("started", now)
+        report = report_of_nothing(self._kb, self._hypic_llm, nodes, retrieval)
+        sources, metadata = list(nodes), self._metadata(nodes, report)
+        if not self._streaming:
+            return Response(self._nothing_found, sources, metadata)
+        if in_loop:
+            return AsyncStreamingResponse(_said(self._nothing_found), sources, metadata)
+        return StreamingResponse((piece for piece in (self._nothing_found,)), sources, metadata)
 
     def _ended(self, query: QueryType, response: RESPONSE_TYPE) -> RESPONSE_TYPE:
         dispatcher.event(SynthesizeEndEvent(query=query, response=response))
@@ -227,6 +237,34 @@ def changed_nodes(kb: KnowledgeBase, nodes: Sequence[NodeWithScore]) -> tuple[st
     texts = {found.node.node_id: node_text(found.node) for found in nodes}
     stored = chunks_of_ids(kb, list(texts))
     return tuple(node_id(chunk) for chunk in stored if texts[node_id(chunk)] != chunk.text)
+
+
+def report_of_nothing(
+    kb: KnowledgeBase, llm: HypicLLM, nodes: Sequence[NodeWithScore], retrieval: float
+) -> dict[str, Any]:
+    """``metadata["hypic"]`` of an answer without passages; the warning says why there were none.
+
+    Args:
+        kb, llm: what would have answered.
+        nodes: what was to be read.
+        retrieval: how long it took to find them, in seconds.
+    """
+    if nodes:
+        why = "None of the nodes has text for the model."
+    elif kb.store.documents(kb.tenant):
+        why = "No node was found, or none was left by the filters and postprocessors."
+    else:
+        why = "The store has no documents to answer from: ingest some first."
+    timings = dict.fromkeys(("retrieve_s", "ttft_s", "total_s"), retrieval)
+    return {
+        "tokens": dict.fromkeys(("prompt", "reused", "computed", "generated"), 0),
+        "reused_tokens": 0,
+        "computed_tokens": 0,
+        "timings": timings | {"load_s": 0.0, "prefill_s": 0.0},
+        "mode": "full" if llm.exact else llm.mode,
+        "warnings": [f"The model wasn't asked. {why}"],
+        "changed_nodes": [],
+    }
 
 
 async def _said(text: str) -> AsyncGenerator[str]:

@@ -20,6 +20,7 @@ from llama_index.core.vector_stores.types import (
 from hypic_rag import KnowledgeBase, SegmentStore
 from hypic_rag.errors import ConfigError
 from hypic_rag.store import AllOf, ChunkRecord, Condition, Filter, Hit, StoredChunk
+from hypic_rag_llamaindex.checks import knowledge_base
 from hypic_rag_llamaindex.filters import condition_of
 from hypic_rag_llamaindex.nodes import (
     DIGEST,
@@ -30,7 +31,7 @@ from hypic_rag_llamaindex.nodes import (
     node_id,
     node_of_chunk,
 )
-from hypic_rag_llamaindex.workers import in_worker
+from hypic_rag_llamaindex.workers import StaysInProcess, in_worker
 
 __all__ = ["HypicVectorStore"]
 
@@ -39,7 +40,7 @@ _MODES = "default, text_search, sparse, hybrid and mmr"
 _RANK_CONSTANT = 60.0
 
 
-class HypicVectorStore(BasePydanticVectorStore):
+class HypicVectorStore(StaysInProcess, BasePydanticVectorStore):
     """Nodes in the store of a knowledge base, of its tenant alone.
 
     Everything is on the disk when a call returns, so there's nothing to persist: open the
@@ -62,7 +63,7 @@ class HypicVectorStore(BasePydanticVectorStore):
 
     def __init__(self, kb: KnowledgeBase, *, encode: bool = True) -> None:
         super().__init__(stores_text=True, encode=encode)  # type: ignore[call-arg]
-        self._kb = kb
+        self._kb = knowledge_base(kb, "HypicVectorStore")
 
     @classmethod
     def class_name(cls) -> str:

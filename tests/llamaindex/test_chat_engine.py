@@ -63,6 +63,20 @@ def test_the_history_is_not_prefilled_again(full_kb: KnowledgeBase) -> None:
     assert max(tokens for _, tokens in computed[1:]) < 80
 
 
+def test_timings_count_the_retrieval(
+    full_kb: KnowledgeBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retrieve = full_kb.retrieve
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.2)
+        return retrieve(*args)
+
+    monkeypatch.setattr(full_kb, "retrieve", slowly)
+    timings = engine(full_kb).chat(TURNS[0]).metadata["hypic"]["timings"]  # type: ignore[index]
+    assert 0.2 < timings["retrieve_s"] < timings["ttft_s"] <= timings["total_s"]
+
+
 def test_all_four_ways_say_the_same(full_kb: KnowledgeBase) -> None:
     def plain(chat: HypicChatEngine, turn: str) -> str:
         return chat.chat(turn).response
@@ -252,7 +266,10 @@ def test_any_retriever_and_postprocessors(kb: KnowledgeBase, llm: HypicLLM) -> N
 
 def test_nothing_found(kb: KnowledgeBase) -> None:
     chat = engine(kb)
-    assert chat.chat("Anything?").response == "Empty Response"
+    nothing = chat.chat("Anything?")
+    assert nothing.response == "Empty Response"
+    assert "ingest some first" in nothing.metadata["hypic"]["warnings"][0]
+    assert nothing.metadata["hypic"]["tokens"]["computed"] == 0
     assert list(chat.stream_chat("Anything?").response_gen) == ["Empty Response"]
     assert len(chat.chat_history) == 4
 

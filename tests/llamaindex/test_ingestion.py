@@ -14,7 +14,7 @@ from llamaindex_samples import TOPICS, beats_during, documents, tale
 
 from hypic_rag import KnowledgeBase
 from hypic_rag.errors import ConfigError, ContextLengthError, StoreAccessError
-from hypic_rag_llamaindex import HypicEmbedding, HypicIngestion, HypicVectorStore
+from hypic_rag_llamaindex import HypicEmbedding, HypicIngestion, HypicLLM, HypicVectorStore
 
 
 @pytest.fixture
@@ -267,7 +267,7 @@ def test_what_can_not_be_encoded_stops_everything(kb: KnowledgeBase) -> None:
 def test_other_processes_are_refused(kb: KnowledgeBase, embedding: HypicEmbedding) -> None:
     import pickle
 
-    for step in (HypicIngestion(kb), embedding):
+    for step in (HypicIngestion(kb), embedding, HypicLLM(kb), HypicVectorStore(kb)):
         with pytest.raises(ConfigError, match="num_workers"):
             pickle.dumps(step)
         json.dumps(step.to_dict())

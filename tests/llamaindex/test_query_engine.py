@@ -28,6 +28,7 @@ from llamaindex_samples import TOPICS, Gate, beats_during, documents, tale
 from hypic_rag import KnowledgeBase, Passage, Sampling
 from hypic_rag.errors import ConfigError
 from hypic_rag_llamaindex import (
+    HypicChatEngine,
     HypicEmbedding,
     HypicIngestion,
     HypicLLM,
@@ -281,11 +282,25 @@ def test_fifty_at_once_answer_as_one_by_one(full_kb: KnowledgeBase) -> None:
 def test_nothing_found(kb: KnowledgeBase, llm: HypicLLM) -> None:
     for streaming in (False, True):
         asked = engine(kb, streaming=streaming)
-        assert str(asked.query("Anything?")) == "Empty Response"
-        assert str(asyncio.run(asked.aquery("Anything?"))) == "Empty Response"
+        for response in (asked.query("Anything?"), asyncio.run(asked.aquery("Anything?"))):
+            assert str(response) == "Empty Response"
+            assert "ingest some first" in response.metadata["hypic"]["warnings"][0]
     blank = NodeWithScore(node=TextNode(text=""), score=1.0)
     own = HypicSynthesizer(kb, llm=llm, empty_response="Nothing found.")
-    assert str(own.synthesize("Anything?", [blank])) == "Nothing found."
+    answer = own.synthesize("Anything?", [blank])
+    assert (str(answer), answer.source_nodes) == ("Nothing found.", [blank])
+    assert "has text" in answer.metadata["hypic"]["warnings"][0]
+
+
+def test_what_an_answer_without_passages_cost(full_kb: KnowledgeBase) -> None:
+    nothing = MetadataFilters(filters=[MetadataFilter(key="title", value="no such")])
+    told = engine(full_kb, filters=nothing).query(QUESTIONS[0]).metadata["hypic"]
+    usual = engine(full_kb).query(QUESTIONS[0]).metadata["hypic"]
+    assert told.keys() == usual.keys()
+    assert told["timings"].keys() == usual["timings"].keys()
+    assert told["tokens"] == dict.fromkeys(usual["tokens"], 0)
+    assert told["timings"]["ttft_s"] == told["timings"]["retrieve_s"] > 0
+    assert "filters" in told["warnings"][0]
 
 
 def test_filters(kb: KnowledgeBase, index: VectorStoreIndex) -> None:
@@ -355,10 +370,30 @@ def test_what_can_not_be_done_says_so(full_kb: KnowledgeBase, llm: HypicLLM) -> 
         HypicSynthesizer(full_kb).update_prompts({"text_qa_template": PromptTemplate("x")})
     with pytest.raises(ConfigError, match="question is empty"):
         engine(full_kb).query("  ")
+    with pytest.raises(ConfigError, match="MetadataFilters"):
+        engine(full_kb, filters={"title": "The ferry"})
     other = HypicQueryEngine.from_args(retriever, llm=llm).with_retriever(
         HypicRetriever(full_kb, top_k=1)
     )
     assert len(other.query(QUESTIONS[0]).source_nodes) == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        HypicChatEngine,
+        HypicEmbedding,
+        HypicIngestion,
+        HypicLLM,
+        HypicQueryEngine.from_knowledge_base,
+        HypicRetriever,
+        HypicSynthesizer,
+        HypicVectorStore,
+    ],
+)
+def test_the_path_of_a_knowledge_base_is_none(make: Callable[[Any], Any]) -> None:
+    with pytest.raises(ConfigError, match=r"needs a KnowledgeBase, but got str.*\.open"):
+        make("./kb")
 
 
 class Agent(CustomLLM):
