@@ -16,6 +16,7 @@ from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
     ChatResponseAsyncGen,
+    ChatResponseGen,
     MessageRole,
 )
 from llama_index.core.callbacks import CallbackManager, trace_method
@@ -37,8 +38,8 @@ from llama_index.core.tools import ToolOutput
 from hypic_rag import Answer, KnowledgeBase
 from hypic_rag.errors import ConfigError
 from hypic_rag_llamaindex.checks import knowledge_base
-from hypic_rag_llamaindex.events import dispatcher
-from hypic_rag_llamaindex.llm import HypicLLM
+from hypic_rag_llamaindex.events import dispatcher, with_chat_events
+from hypic_rag_llamaindex.llm import HypicLLM, usage_of
 from hypic_rag_llamaindex.retriever import HypicRetriever
 from hypic_rag_llamaindex.synthesizer import passages_of_nodes, report_of_nothing
 from hypic_rag_llamaindex.workers import in_worker
@@ -92,10 +93,12 @@ class HypicChatEngine(BaseChatEngine):
     ) -> None:
         self._kb = knowledge_base(kb, "HypicChatEngine")
         self._llm = llm or HypicLLM(kb)
-        if self._llm.kb is not kb:
+        if not isinstance(self._llm, HypicLLM) or self._llm.kb is not kb:
             raise ConfigError("The LLM must be made with this knowledge base: HypicLLM(kb).")
         self.callback_manager = callback_manager or CallbackManager([])
-        self._retriever = retriever or HypicRetriever(kb)
+        if callback_manager is not None:
+            self._llm.callback_manager = callback_manager
+        self._retriever = retriever or HypicRetriever(kb, callback_manager=callback_manager)
         self._postprocessors = list(node_postprocessors)
         for postprocessor in self._postprocessors:
             postprocessor.callback_manager = self.callback_manager
@@ -257,9 +260,12 @@ class _Turn:
                 self.metadata["hypic"].update(told)
                 yield self.text
                 return
-            for piece in self._stream:
-                self.text += piece
-                yield piece
+            asked = ChatMessage(role=MessageRole.USER, content=self._message)
+            messages = [*engine._messages, asked]
+            for said in with_chat_events(engine._llm, messages, self._said(self._stream)):
+                if said.delta:
+                    self.text += said.delta
+                    yield said.delta
             self._report(self._stream.answer)
         finally:
             engine._messages = [
@@ -268,6 +274,15 @@ class _Turn:
                 ChatMessage(role=MessageRole.ASSISTANT, content=self.text.strip()),
             ]
             engine._turn.release()
+
+    def _said(self, stream: Any) -> ChatResponseGen:
+        """The answer as a chat model gives it, with the usage of tokens at the end."""
+        text = ""
+        for piece in stream:
+            text += piece
+            yield _spoken(text, piece)
+        answer: Answer = stream.answer
+        yield _spoken(text, "", raw=answer.to_dict() | {"usage": usage_of(answer.tokens)})
 
     def response(self) -> HypicChatResponse:
         """The response that will receive the pieces."""
@@ -286,8 +301,7 @@ class _Turn:
         try:
             for piece in self.pieces():
                 dispatcher.event(StreamChatDeltaReceivedEvent(delta=piece))
-                said = ChatMessage(role=MessageRole.ASSISTANT, content=self.text)
-                send(ChatResponse(message=said, delta=piece))
+                send(_spoken(self.text, piece))
             response.is_done = True
             dispatcher.event(StreamChatEndEvent())
             send(None)
@@ -310,6 +324,11 @@ class _Turn:
             mode=told["mode"],
             warnings=told["warnings"],
         )
+
+
+def _spoken(text: str, delta: str, raw: dict[str, Any] | None = None) -> ChatResponse:
+    message = ChatMessage(role=MessageRole.ASSISTANT, content=text)
+    return ChatResponse(message=message, delta=delta, raw=raw)
 
 
 def _start(work: Callable[[], None]) -> None:

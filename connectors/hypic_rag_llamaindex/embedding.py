@@ -13,7 +13,7 @@ from llama_index.core.callbacks import CallbackManager
 from numpy.typing import NDArray
 
 from hypic_rag import KnowledgeBase
-from hypic_rag_llamaindex.checks import knowledge_base
+from hypic_rag_llamaindex.checks import knowledge_base, require_unicode
 from hypic_rag_llamaindex.workers import StaysInProcess, in_worker
 
 __all__ = ["HypicEmbedding", "LlamaIndexEmbedder"]
@@ -51,12 +51,15 @@ class HypicEmbedding(StaysInProcess, BaseEmbedding):
         return "HypicEmbedding"
 
     def _get_query_embedding(self, query: str) -> list[float]:
+        require_unicode(query, "The question")
         return _floats(self._kb.embedder.embed_query(query))
 
     def _get_text_embedding(self, text: str) -> list[float]:
         return self._get_text_embeddings([text])[0]
 
     def _get_text_embeddings(self, texts: list[str]) -> list[list[float]]:
+        for text in texts:
+            require_unicode(text, "A text")
         return [_floats(vector) for vector in self._kb.embedder.embed(texts)]
 
     async def _aget_query_embedding(self, query: str) -> list[float]:

@@ -31,7 +31,7 @@ from hypic_rag.errors import ConfigError
 from hypic_rag_llamaindex.checks import knowledge_base
 from hypic_rag_llamaindex.workers import StaysInProcess, iterate_in_worker
 
-__all__ = ["HypicLLM"]
+__all__ = ["HypicLLM", "usage_of"]
 
 _ROLES = {
     MessageRole.SYSTEM: "system",
@@ -320,9 +320,7 @@ class HypicLLM(StaysInProcess, CustomLLM):
                 yield CompletionResponse(text=said, delta=piece)
         finally:
             answer = stream.stop()
-        tokens = answer.tokens
-        usage = _usage(tokens.prompt, tokens.generated, tokens.reused)
-        raw = answer.to_dict() | {"answer": said.strip(), "usage": usage}
+        raw = answer.to_dict() | {"answer": said.strip(), "usage": usage_of(answer.tokens)}
         yield CompletionResponse(text=said, delta="", raw=raw)
 
     def _generate(
@@ -409,6 +407,11 @@ def _overlap(text: str, stop: str) -> int:
     """Characters at the end of ``text`` that are the start of ``stop``."""
     sizes = range(min(len(text), len(stop) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)
+
+
+def usage_of(tokens: Any) -> dict[str, Any]:
+    """The tokens of an :class:`~hypic_rag.Answer`, as chat APIs report them."""
+    return _usage(tokens.prompt, tokens.generated, tokens.reused)
 
 
 def _usage(prompt: int, generated: int, reused: int) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from llama_index.core.vector_stores.utils import metadata_dict_to_node, node_to_
 from hypic_rag import KnowledgeBase, Segment
 from hypic_rag.errors import ConfigError, ContextLengthError
 from hypic_rag.store import ChunkRecord, DocumentRecord, StoredChunk
+from hypic_rag_llamaindex.checks import require_unicode
 
 __all__ = [
     "DIGEST",
@@ -37,6 +38,7 @@ __all__ = [
     "node_id",
     "node_of_chunk",
     "node_text",
+    "require_storable",
     "segment_of_node",
     "stored_name",
 ]
@@ -75,15 +77,23 @@ def document_of_node(kb: KnowledgeBase, node: BaseNode, digest: str = "") -> Doc
     )
 
 
+def require_storable(node: BaseNode) -> None:
+    """Raise ConfigError if a node's id, text or metadata has characters that can't be stored."""
+    told = node_to_metadata_dict(node)[NODE_CONTENT]
+    for text in (node.node_id, document_id(node), told):
+        require_unicode(text, f"The node {node.node_id!r}, or its metadata,")
+
+
 def segment_of_node(kb: KnowledgeBase, node: BaseNode) -> Segment:
     """What is encoded of a node.
 
     Raises:
-        ConfigError: there's nothing to read in the node.
+        ConfigError: there's nothing to read in the node, or it isn't valid Unicode.
         ContextLengthError: the node is longer than the model's context.
     """
+    require_storable(node)
     text = node_text(node)
-    if not text:
+    if not text.strip():
         raise ConfigError(
             f"The node {node.node_id!r} has no text for the model: leave it out, or give it some."
         )

@@ -30,6 +30,7 @@ from llama_index.core.types import RESPONSE_TEXT_TYPE
 
 from hypic_rag import KnowledgeBase, Passage, Source
 from hypic_rag.errors import ConfigError
+from hypic_rag_llamaindex.checks import question_text
 from hypic_rag_llamaindex.events import dispatcher
 from hypic_rag_llamaindex.llm import HypicLLM
 from hypic_rag_llamaindex.nodes import chunks_of_ids, document_id, node_id, node_text
@@ -61,7 +62,7 @@ class HypicSynthesizer(BaseSynthesizer):
         empty_response: what to answer when there are no nodes.
 
     Raises:
-        ConfigError: there's no knowledge base.
+        ConfigError: there's no knowledge base, or the LLM isn't one made with it.
     """
 
     def __init__(
@@ -73,7 +74,11 @@ class HypicSynthesizer(BaseSynthesizer):
         callback_manager: CallbackManager | None = None,
         empty_response: str | None = None,
     ) -> None:
+        if kb is None and llm is None:
+            raise ConfigError("HypicSynthesizer answers from a knowledge base: give kb or llm.")
         chosen = llm or HypicLLM(kb)
+        if not isinstance(chosen, HypicLLM):
+            raise ConfigError(f"The LLM must be a HypicLLM(kb), not {type(chosen).__name__}.")
         if chosen.kb is None or (kb is not None and kb is not chosen.kb):
             raise ConfigError("The LLM must be made with this knowledge base: HypicLLM(kb).")
         self._kb = chosen.kb
@@ -226,7 +231,7 @@ def passages_of_nodes(nodes: Sequence[NodeWithScore]) -> list[Passage]:
     passages = []
     for place, found in enumerate(nodes):
         text = node_text(found.node)
-        if text:
+        if text.strip():
             source = Source(document_id(found.node), place, found.score or 0.0, text)
             passages.append(Passage(text, source))
     return passages
@@ -272,7 +277,7 @@ async def _said(text: str) -> AsyncGenerator[str]:
 
 
 def _text_of(query: QueryType) -> str:
-    return query.query_str if isinstance(query, QueryBundle) else query
+    return question_text(query.query_str if isinstance(query, QueryBundle) else query)
 
 
 def _fill(report: dict[str, Any], said: CompletionResponse, changed: Sequence[str]) -> None:

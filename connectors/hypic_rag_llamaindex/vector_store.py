@@ -20,7 +20,7 @@ from llama_index.core.vector_stores.types import (
 from hypic_rag import KnowledgeBase, SegmentStore
 from hypic_rag.errors import ConfigError
 from hypic_rag.store import AllOf, ChunkRecord, Condition, Filter, Hit, StoredChunk
-from hypic_rag_llamaindex.checks import knowledge_base
+from hypic_rag_llamaindex.checks import knowledge_base, question_text
 from hypic_rag_llamaindex.filters import condition_of
 from hypic_rag_llamaindex.nodes import (
     DIGEST,
@@ -30,6 +30,7 @@ from hypic_rag_llamaindex.nodes import (
     document_of_node,
     node_id,
     node_of_chunk,
+    require_storable,
 )
 from hypic_rag_llamaindex.workers import StaysInProcess, in_worker
 
@@ -204,6 +205,8 @@ class HypicVectorStore(StaysInProcess, BasePydanticVectorStore):
         return self._kb.store.named_chunks(ids, self._kb.tenant)
 
     def _chunks(self, nodes: Sequence[BaseNode]) -> list[ChunkRecord]:
+        for node in nodes:
+            require_storable(node)
         bare = [node for node in nodes if node.embedding is None]
         texts = [node.get_content(metadata_mode=MetadataMode.EMBED) for node in bare]
         made = dict(
@@ -258,6 +261,7 @@ class HypicVectorStore(StaysInProcess, BasePydanticVectorStore):
 
     def _by_meaning(self, query: VectorStoreQuery, k: int, where: Condition | None) -> list[Hit]:
         if query.query_embedding is None:
+            question_text(query.query_str)
             raise ConfigError(f"The query mode {query.mode.value!r} needs an embedding.")
         return self._kb.store.search_vectors(query.query_embedding, k, self._kb.tenant, where)
 

@@ -8,6 +8,12 @@ from typing import Any
 import pytest
 from llama_index.core import VectorStoreIndex
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
+from llama_index.core.callbacks import (
+    CallbackManager,
+    CBEventType,
+    LlamaDebugHandler,
+    TokenCountingHandler,
+)
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.postprocessor import LongContextReorder
@@ -329,6 +335,24 @@ def test_events(full_kb: KnowledgeBase) -> None:
         root.event_handlers.remove(handler)
     assert seen.count("StreamChatDeltaReceivedEvent") == len(pieces)
     assert {"StreamChatStartEvent", "StreamChatEndEvent"} <= set(seen)
+
+
+def test_callbacks_and_handlers_see_the_model(full_kb: KnowledgeBase) -> None:
+    handler = LlamaDebugHandler(print_trace_on_end=False)
+    counter = TokenCountingHandler(tokenizer=HypicLLM(full_kb).tokenizer)
+    chat = HypicChatEngine(
+        full_kb,
+        llm=HypicLLM(full_kb, max_tokens=6),
+        callback_manager=CallbackManager([handler, counter]),
+    )
+    told = chat.chat(TURNS[0]).metadata["hypic"]["tokens"]  # type: ignore[index]
+    assert counter.prompt_llm_token_count == told["prompt"]
+    assert counter.completion_llm_token_count == told["generated"]
+    list(chat.stream_chat(TURNS[1]).response_gen)
+    for kind, times in ((CBEventType.RETRIEVE, 3), (CBEventType.LLM, 2)):
+        assert len(handler.get_event_pairs(kind)) == times
+    asked = handler.get_event_pairs(CBEventType.LLM)[-1][0].payload["messages"]
+    assert [message.content for message in asked][::2] == TURNS[:2]
 
 
 def test_the_llm_belongs_to_the_knowledge_base(full_kb: KnowledgeBase) -> None:

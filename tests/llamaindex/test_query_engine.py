@@ -370,6 +370,19 @@ def test_what_can_not_be_done_says_so(full_kb: KnowledgeBase, llm: HypicLLM) -> 
         HypicSynthesizer(full_kb).update_prompts({"text_qa_template": PromptTemplate("x")})
     with pytest.raises(ConfigError, match="question is empty"):
         engine(full_kb).query("  ")
+    index = VectorStoreIndex.from_vector_store(
+        HypicVectorStore(full_kb), embed_model=HypicEmbedding(full_kb)
+    )
+    over_index = HypicQueryEngine.from_args(index.as_retriever(), llm=llm)
+    for question in ("", "  "):
+        with pytest.raises(ConfigError, match="question is empty"):
+            over_index.query(question)
+    with pytest.raises(ConfigError, match="valid Unicode"):
+        over_index.query("Who is \ud800?")
+    with pytest.raises(ConfigError, match="kb or llm"):
+        HypicSynthesizer()
+    with pytest.raises(ConfigError, match=r"HypicLLM.*not Agent"):
+        engine(full_kb, llm=Agent(tool_input=""))
     with pytest.raises(ConfigError, match="MetadataFilters"):
         engine(full_kb, filters={"title": "The ferry"})
     other = HypicQueryEngine.from_args(retriever, llm=llm).with_retriever(

@@ -358,6 +358,8 @@ def test_a_query_needs_what_its_mode_works_with(store: HypicVectorStore) -> None
         store.query(VectorStoreQuery(query_str="x"))
     with pytest.raises(ConfigError, match="text"):
         store.query(VectorStoreQuery(mode=VectorStoreQueryMode.SPARSE))
+    with pytest.raises(ConfigError, match="question is empty"):
+        store.query(VectorStoreQuery(query_str=""))
 
 
 def test_files_are_nodes_too(full_kb: KnowledgeBase) -> None:
@@ -459,6 +461,16 @@ def test_nodes_that_can_not_be_stored(kb: KnowledgeBase, store: HypicVectorStore
         store.add([ImageNode(id_="i", image_url="http://x/y.png")])
     with pytest.raises(ContextLengthError, match="'a'"):
         store.add([TextNode(id_="a", text="word " * 3000)])
+    with pytest.raises(ConfigError, match="'a' has no text"):
+        store.add([TextNode(id_="a", text=" \n")])
+    hidden = {"excluded_llm_metadata_keys": ["k"], "excluded_embed_metadata_keys": ["k"]}
+    for broken in (
+        TextNode(id_="a", text="x\ud800y"),
+        TextNode(id_="a", text="x", metadata={"k": "\ud800"}, **hidden),
+        TextNode(id_="\ud800", text="x"),
+    ):
+        with pytest.raises(ConfigError, match=r"node '.*' .*valid Unicode"):
+            store.add([broken])
     wrong = node("a", "text")
     wrong.embedding = [1.0, 2.0]
     with pytest.raises(ConfigError, match="dimension"):

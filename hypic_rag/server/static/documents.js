@@ -31,12 +31,11 @@ export class Documents {
   }
 
   async refresh() {
-    const { data } = await getJson("/v1/documents");
-    this.list = data;
-    $("document-count").textContent = data.length || "";
-    $("no-documents").hidden = data.length > 0;
-    $("documents").replaceChildren(...data.map((item) => this.row(item)));
-    this.onChange(data.length);
+    const all = await everyDocument();
+    $("document-count").textContent = all.length ? all.length.toLocaleString("en") : "";
+    $("no-documents").hidden = all.length > 0;
+    $("documents").replaceChildren(...all.map((item) => this.row(item)));
+    this.onChange(all.length);
   }
 
   row(item) {
@@ -185,6 +184,18 @@ export class Documents {
       $("source-body").scrollTop = 0;
     }
   }
+}
+
+/** The list of documents, which the server gives in pages. */
+async function everyDocument() {
+  const all = [];
+  for (let more = true; more; ) {
+    const after = all.length ? `?after=${encodeURIComponent(all.at(-1).id)}` : "";
+    const page = await getJson(`/v1/documents${after}`);
+    all.push(...page.data);
+    more = page.has_more && page.data.length > 0;
+  }
+  return all;
 }
 
 function passage(chunk, tag, answer) {
