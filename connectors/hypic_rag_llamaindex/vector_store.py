@@ -18,7 +18,7 @@ from llama_index.core.vector_stores.types import (
 )
 
 from hypic_rag import KnowledgeBase, SegmentStore
-from hypic_rag.errors import ConfigError
+from hypic_rag.errors import ConfigError, EmptyStoreError
 from hypic_rag.store import AllOf, ChunkRecord, Condition, Filter, Hit, StoredChunk
 from hypic_rag_llamaindex.checks import knowledge_base, question_text
 from hypic_rag_llamaindex.filters import condition_of
@@ -274,7 +274,10 @@ class HypicVectorStore(StaysInProcess, BasePydanticVectorStore):
         """As the knowledge base retrieves or, given an alpha, both rankings fused by rank."""
         if query.alpha is None and query.query_str:
             limit = query.hybrid_top_k or query.similarity_top_k
-            sources = self._kb.retrieve(query.query_str, limit, where)
+            try:
+                sources = self._kb.retrieve(query.query_str, limit, where)
+            except EmptyStoreError:
+                return []
             scores = {source.id: source.score for source in sources if source.id is not None}
             found = self._kb.store.chunks(scores, self._kb.tenant)
             return [Hit(chunk, scores[chunk.id]) for chunk in found]

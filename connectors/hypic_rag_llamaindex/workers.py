@@ -30,8 +30,8 @@ class StaysInProcess:
 
     def __getstate__(self) -> NoReturn:
         raise ConfigError(
-            f"{type(self).__name__} can't be sent to other processes, since its model can't: run "
-            "the pipeline without num_workers."
+            f"{type(self).__name__} can't be sent to other processes, since its model can't: make "
+            "one in each process, and run pipelines without num_workers."
         )
 
 

@@ -362,6 +362,15 @@ def test_a_query_needs_what_its_mode_works_with(store: HypicVectorStore) -> None
         store.query(VectorStoreQuery(query_str=""))
 
 
+@pytest.mark.parametrize("mode", ["default", "text_search", "sparse", "hybrid", "mmr"])
+def test_an_empty_store_has_nothing_to_find(store: HypicVectorStore, mode: str) -> None:
+    asked = VectorStoreQuery(
+        query_embedding=[1.0] * 64, query_str="ferry", mode=VectorStoreQueryMode(mode)
+    )
+    found = store.query(asked)
+    assert (found.nodes, found.similarities, found.ids) == ([], [], [])
+
+
 def test_files_are_nodes_too(full_kb: KnowledgeBase) -> None:
     store = HypicVectorStore(full_kb)
     found = store.query(question("harp of Zarn", 1))
@@ -469,7 +478,7 @@ def test_nodes_that_can_not_be_stored(kb: KnowledgeBase, store: HypicVectorStore
         TextNode(id_="a", text="x", metadata={"k": "\ud800"}, **hidden),
         TextNode(id_="\ud800", text="x"),
     ):
-        with pytest.raises(ConfigError, match=r"node '.*' .*valid Unicode"):
+        with pytest.raises(ConfigError, match=r"node '.*', .*valid Unicode"):
             store.add([broken])
     wrong = node("a", "text")
     wrong.embedding = [1.0, 2.0]
