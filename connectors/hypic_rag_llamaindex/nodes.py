@@ -80,6 +80,8 @@ def document_of_node(kb: KnowledgeBase, node: BaseNode, digest: str = "") -> Doc
 def require_storable(node: BaseNode) -> None:
     """Raise ConfigError if a node's id, text or metadata has characters that can't be stored."""
     told = node_to_metadata_dict(node)[NODE_CONTENT]
+    if "\\ud" in told:  # LlamaIndex's older versions escape what isn't ASCII
+        told = json.dumps(json.loads(told), ensure_ascii=False)
     for text in (node.node_id, document_id(node), told):
         require_unicode(text, f"The node {node.node_id!r}, or its metadata,")
 

@@ -25,7 +25,6 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQuery,
     VectorStoreQueryMode,
 )
-from llama_index.core.vector_stores.utils import build_metadata_filter_fn
 from llamaindex_samples import TOPICS, WordEmbedder, beats_during, documents, tale
 
 from hypic_rag import KnowledgeBase
@@ -203,6 +202,8 @@ def _wanted(nodes: list[TextNode], filters: MetadataFilters) -> list[str]:
             return sorted(set.intersection(*parts))
         either = set.union(*parts)
         return sorted(set(metadata) - either if filters.condition == "not" else either)
+    from llama_index.core.vector_stores.utils import build_metadata_filter_fn
+
     holds = build_metadata_filter_fn(lambda name: metadata[name], filters)
     found = []
     for name in metadata:
