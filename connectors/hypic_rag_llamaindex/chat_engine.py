@@ -282,7 +282,7 @@ class _Turn:
             text += piece
             yield _spoken(text, piece)
         answer: Answer = stream.answer
-        yield _spoken(text, "", raw=answer.to_dict() | {"usage": usage_of(answer.tokens)})
+        yield _spoken(text, "", raw=answer.to_dict() | {"usage": usage_of(answer)})
 
     def response(self) -> HypicChatResponse:
         """The response that will receive the pieces."""

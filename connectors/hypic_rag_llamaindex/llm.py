@@ -26,7 +26,7 @@ from llama_index.core.llms import CustomLLM
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.types import BaseOutputParser, PydanticProgramMode
 
-from hypic_rag import Engine, KnowledgeBase, Mode, Passage, Sampling, load_model
+from hypic_rag import Answer, Engine, KnowledgeBase, Mode, Passage, Sampling, load_model
 from hypic_rag.errors import ConfigError
 from hypic_rag_llamaindex.checks import knowledge_base
 from hypic_rag_llamaindex.workers import StaysInProcess, iterate_in_worker
@@ -320,7 +320,7 @@ class HypicLLM(StaysInProcess, CustomLLM):
                 yield CompletionResponse(text=said, delta=piece)
         finally:
             answer = stream.stop()
-        raw = answer.to_dict() | {"answer": said.strip(), "usage": usage_of(answer.tokens)}
+        raw = answer.to_dict() | {"answer": said.strip(), "usage": usage_of(answer)}
         yield CompletionResponse(text=said, delta="", raw=raw)
 
     def _generate(
@@ -409,9 +409,9 @@ def _overlap(text: str, stop: str) -> int:
     return next((size for size in sizes if text.endswith(stop[:size])), 0)
 
 
-def usage_of(tokens: Any) -> dict[str, Any]:
-    """The tokens of an :class:`~hypic_rag.Answer`, as chat APIs report them."""
-    return _usage(tokens.prompt, tokens.generated, tokens.reused)
+def usage_of(answer: Answer) -> dict[str, Any]:
+    """The tokens of an answer, as chat APIs report them."""
+    return _usage(answer.tokens.prompt, answer.tokens.generated, answer.tokens.reused)
 
 
 def _usage(prompt: int, generated: int, reused: int) -> dict[str, Any]:
