@@ -107,19 +107,14 @@ def ways(kb: KnowledgeBase, top_k: int, runner: asyncio.Runner) -> dict[str, Way
         HypicEmbedding,
         HypicLLM,
         HypicQueryEngine,
-        HypicSynthesizer,
         HypicVectorStore,
     )
 
     llm = HypicLLM(kb, max_tokens=ANSWER_TOKENS)
     engine = HypicQueryEngine.from_knowledge_base(kb, top_k=top_k, llm=llm, streaming=True)
     index = VectorStoreIndex.from_vector_store(HypicVectorStore(kb), embed_model=HypicEmbedding(kb))
-    over_index = index.as_query_engine(
-        llm=llm,
-        response_synthesizer=HypicSynthesizer(llm=llm, streaming=True),
-        similarity_top_k=top_k,
-        vector_store_query_mode="hybrid",
-    )
+    retriever = index.as_retriever(similarity_top_k=top_k, vector_store_query_mode="hybrid")
+    over_index = HypicQueryEngine.from_args(retriever, llm=llm, streaming=True)
     return {
         PLAIN: plain(kb, top_k),
         "HypicQueryEngine.query": blocking(engine),
