@@ -25,7 +25,7 @@ __all__ = ["Follower", "Question", "source_of", "statements"]
 
 _PASSAGES = 3
 """Best passages whose names are followed."""
-_STATEMENTS = 8
+_STATEMENTS = 4
 """Statements of these passages whose names are followed."""
 _NAMED = 0.9
 """A statement counts if it names so much of what the best one names of the question."""
@@ -134,12 +134,11 @@ class Follower:
         """
         unknown = min(nearness.values(), default=0.0)
         best: dict[int, tuple[float, StoredChunk]] = {}
-        led_to: dict[str, list[StoredChunk]] = {}
-        for lead in self._leads(question, ranked[:_PASSAGES]):
+        leads = self._leads(question, ranked[:_PASSAGES])
+        led_to = self._holding([name for lead in leads for name in lead.names], filters)
+        for lead in leads:
             for name in lead.names:
-                if name not in led_to:
-                    led_to[name] = self._holding(name, filters)
-                for chunk in led_to[name]:
+                for chunk in led_to.get(name, ()):
                     near = nearness.get(chunk.id, unknown)
                     score = lead.score + _told(question, chunk, name) + near
                     if chunk.id != lead.chunk and score > best.get(chunk.id, (-math.inf,))[0]:
@@ -179,12 +178,21 @@ class Follower:
         counts = self._store.word_counts(wanted, few + 1)
         return [name for name, count in zip(wanted, counts, strict=True) if count <= few]
 
-    def _holding(self, name: str, filters: Condition | None) -> list[StoredChunk]:
-        """Chunks with ``name`` in their text or title; none if all its words are common."""
-        if not self.rare(name.split()):
-            return []
-        hits = self._store.search_text(name, _LED_TO, self._tenant, filters)
-        return [hit.chunk for hit in hits if _holds(hit.chunk, name)]
+    def _holding(
+        self, names: Iterable[str], filters: Condition | None
+    ) -> dict[str, list[StoredChunk]]:
+        """Chunks that hold each of ``names`` in text or title; only names that are rare."""
+        wanted = list(dict.fromkeys(names))
+        rare = set(self.rare(dict.fromkeys(word for name in wanted for word in name.split())))
+        return {
+            name: [
+                hit.chunk
+                for hit in self._store.search_text(name, _LED_TO, self._tenant, filters)
+                if _holds(hit.chunk, name)
+            ]
+            for name in wanted
+            if rare.intersection(name.split())
+        }
 
 
 def statements(passage: str) -> list[str]:

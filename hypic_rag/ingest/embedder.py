@@ -15,11 +15,14 @@ from numpy.typing import NDArray
 
 from hypic_rag.errors import ConfigError, ModelLoadError
 from hypic_rag.ingest.discovery import sha256_of
+from hypic_rag.segments import is_unicode
 
 __all__ = ["Embedder", "MiniLmEmbedder"]
 
 _WEIGHTS = "model.safetensors"
 _OVERLAP = 32
+_RECENT = 64
+"""Questions whose vectors are kept: one that's asked in several ways is embedded once."""
 
 
 @runtime_checkable
@@ -72,6 +75,7 @@ class MiniLmEmbedder:
         self._batch_size = batch_size
         self._device = device
         self._lock = threading.Lock()
+        self._recent: dict[str, NDArray[np.float32]] = {}
         self._loaded: tuple[Any, Any] | None = None
         self._dimension = int(_setting(self._folder, "config.json", "hidden_size"))
         self._window = int(_setting(self._folder, "sentence_bert_config.json", "max_seq_length"))
@@ -103,6 +107,8 @@ class MiniLmEmbedder:
         """
         if isinstance(texts, str):
             raise ConfigError("embed takes a list of texts; use embed_query for a single one.")
+        if not all(map(is_unicode, texts)):
+            raise ConfigError("A text to embed isn't valid Unicode: give it as UTF-8.")
         if not texts:
             return np.zeros((0, self._dimension), dtype=np.float32)
         tokenizer, _ = self._model()
@@ -120,9 +126,16 @@ class MiniLmEmbedder:
         return result
 
     def embed_query(self, text: str) -> NDArray[np.float32]:
-        """The vector of a question, float32 ``[dimension]``."""
-        result: NDArray[np.float32] = self.embed([text])[0]
-        return result
+        """The vector of a question, float32 ``[dimension]``; that of a recent one isn't remade."""
+        with self._lock:
+            known = self._recent.pop(text, None)
+        vector: NDArray[np.float32] = self.embed([text])[0] if known is None else known
+        vector.flags.writeable = False  # it's shared
+        with self._lock:
+            self._recent[text] = vector
+            while len(self._recent) > _RECENT:
+                del self._recent[next(iter(self._recent))]
+        return vector
 
     def _windows(self, ids: list[int]) -> list[list[int]]:
         """Windows of equal length, evenly spaced, each between the two special ids."""
@@ -176,6 +189,8 @@ class MiniLmEmbedder:
         from tokenizers import Tokenizer
         from transformers import AutoConfig, AutoModel
 
+        from hypic_rag.ops.linear import accelerate
+
         try:
             vocabulary = (self._folder / "tokenizer.json").read_text(encoding="utf-8")
             tokenizer = Tokenizer.from_str(vocabulary)
@@ -190,6 +205,7 @@ class MiniLmEmbedder:
             raise _missing(self._folder / _WEIGHTS)
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        accelerate(model)
         return tokenizer, model.eval().to(self._device)
 
 

