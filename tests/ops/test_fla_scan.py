@@ -64,7 +64,8 @@ class Fla:
         assert all(x.is_contiguous() for x in (q, k, v, g, beta))
         assert cu_seqlens is not None and initial_state is not None
         assert cu_seqlens.dtype == torch.int64 and len(initial_state) == len(cu_seqlens) - 1
-        # The library's always scales by K^-0.5, as fla does if it's given no scale.
+        # The library's always scales by K^-0.5, as fla does if it's given no scale, and like fla
+        # it scales what it has normalised; outputs are linear in the queries.
         factor = 1.0 if scale is None else scale * q.shape[-1] ** 0.5
         outs, states = [], []
         ends = cu_seqlens.tolist()
@@ -72,7 +73,7 @@ class Fla:
         for row, (start, end) in enumerate(itertools.pairwise(ends)):
             part = slice(start, end)
             out, state = torch_chunk_gated_delta_rule(
-                q[:, part].float() * factor,
+                q[:, part].float(),
                 k[:, part].float(),
                 v[:, part].float(),
                 g[:, part],
@@ -81,7 +82,7 @@ class Fla:
                 output_final_state=output_final_state,
                 use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             )
-            outs.append(out)
+            outs.append(out * factor)
             states.append(state)
         final = torch.cat(states) if output_final_state else None
         return self._change(torch.cat(outs, 1)).to(q.dtype), final
