@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from hypic_rag.config import Seam
-from hypic_rag.engine.context import Context
+from hypic_rag.config import Mode, Seam
+from hypic_rag.engine.assemble import Assembly, Request, RequestState
+from hypic_rag.engine.context import Context, LazyContext
 from hypic_rag.engine.engine import Engine
+from hypic_rag.engine.pending import PendingState
 from hypic_rag.errors import StoreAccessError
 from hypic_rag.segments import Segment, SegmentKey, token_digest
 from hypic_rag.states import SegmentState
@@ -64,7 +66,11 @@ class SegmentCache:
     """
 
     def __init__(
-        self, engine: Engine, store: SegmentStore, conditioning: Context | None, tenant: str = ""
+        self,
+        engine: Engine,
+        store: SegmentStore,
+        conditioning: LazyContext | None,
+        tenant: str = "",
     ) -> None:
         self._engine = engine
         self._store = store
@@ -113,42 +119,94 @@ class SegmentCache:
             WorkerError: the pool can't encode a segment.
         """
         if pool is None:
-            states = self._engine.encode(segments, seam, self._conditioning)
+            states = self._engine.encode(segments, seam, self._context(segments))
             for segment, state in zip(segments, states, strict=True):
                 self._save(segment, seam, state)
             return
         for done in pool.encode(segments, seam):
             self._save(segments[done.index], seam, done.state)
 
+    def _context(self, segments: Sequence[Segment]) -> Context | None:
+        """What ``segments`` are encoded behind; nothing is prefilled if there are none."""
+        return self._conditioning.get()[0] if self._conditioning and segments else None
+
     def _save(self, segment: Segment, seam: Seam, state: SegmentState | None) -> None:
         if state is not None:
             self._store.save_state(self.key(segment, seam), state)
 
+    def load(self, segments: Sequence[Segment], seam: Seam) -> tuple[RequestState, ...]:
+        """The states of ``segments`` as far as they're stored; no model runs.
+
+        None stands for a segment that is too short to have an interior, a
+        :class:`~hypic_rag.engine.pending.PendingState` for one whose state is missing or damaged.
+        """
+        found: list[RequestState] = [None] * len(segments)
+        cached = [i for i, each in enumerate(segments) if seam.interior(len(each)) != (0, 0)]
+        loaded = self._store.load_states([self.key(segments[i], seam) for i in cached])
+        for index, state in zip(cached, loaded, strict=True):
+            pending = PendingState(segments[index], seam, self._conditioning)
+            found[index] = pending if state is None else state
+        return tuple(found)
+
+    def assemble(self, request: Request, mode: Mode) -> Assembly:
+        """:meth:`refresh`, the pass, and :meth:`keep`."""
+        fresh = replace(request, states=self.refresh(request.states))
+        assembly = self._engine.assemble([fresh], mode)[0]
+        self.keep(fresh, assembly)
+        return assembly
+
+    def keep(self, request: Request, assembly: Assembly) -> None:
+        """Store the states that were pending in ``request`` and that its pass has encoded.
+
+        What another request of the same pass has stored already isn't written again. A store that
+        can't be written costs speed, never an answer: that's logged.
+        """
+        made = {
+            pending: state
+            for pending, state in zip(request.states, assembly.states, strict=True)
+            if isinstance(pending, PendingState) and state is not None
+        }
+        if not made:
+            return
+        keys = [self.key(pending.segment, pending.seam) for pending in made]
+        for (pending, state), has in zip(made.items(), self._store.has_states(keys), strict=True):
+            if not has:
+                self._keep(pending, state)
+
+    def refresh(self, states: Sequence[RequestState]) -> tuple[RequestState, ...]:
+        """``states`` with what has been stored since they were loaded."""
+        pending = list(dict.fromkeys(s for s in states if isinstance(s, PendingState)))
+        if not pending:
+            return tuple(states)
+        keys = [self.key(state.segment, state.seam) for state in pending]
+        held = {
+            state: self._store.load_state(key)
+            for state, key, has in zip(pending, keys, self._store.has_states(keys), strict=True)
+            if has
+        }
+        return tuple(
+            (held.get(state) or state) if isinstance(state, PendingState) else state
+            for state in states
+        )
+
     def fetch(self, segments: Sequence[Segment], seam: Seam) -> Fetched:
-        """States of ``segments``; what's missing is encoded and, if possible, stored.
+        """States of ``segments``; what's missing is encoded by itself and, if possible, stored.
 
         A damaged state counts as missing. A store that can't be written costs speed, never an
         answer: that's logged.
         """
-        states: list[SegmentState | None] = [None] * len(segments)
-        cached = [i for i, each in enumerate(segments) if seam.interior(len(each)) != (0, 0)]
-        loaded = self._store.load_states([self.key(segments[i], seam) for i in cached])
-        wanted: dict[Segment, list[int]] = {}
-        for index, state in zip(cached, loaded, strict=True):
-            states[index] = state
-            if state is None:
-                wanted.setdefault(segments[index], []).append(index)
-        encoded = [False] * len(segments)
-        fresh = self._engine.encode(list(wanted), seam, self._conditioning)
-        for (segment, places), state in zip(wanted.items(), fresh, strict=True):
-            for index in places:
-                states[index] = state
-                encoded[index] = True
-            self._keep(segment, seam, state)
-        return Fetched(tuple(states), tuple(encoded))
+        states = self.load(segments, seam)
+        pending = dict.fromkeys(state for state in states if isinstance(state, PendingState))
+        made = self._engine.encode_pending(list(pending))
+        for one, state in made.items():
+            self._keep(one, state)
+        return Fetched(
+            tuple(made[s] if isinstance(s, PendingState) else s for s in states),
+            tuple(isinstance(s, PendingState) for s in states),
+        )
 
-    def _keep(self, segment: Segment, seam: Seam, state: SegmentState | None) -> None:
+    def _keep(self, pending: PendingState, state: SegmentState) -> None:
         try:
-            self._save(segment, seam, state)
+            self._save(pending.segment, pending.seam, state)
         except StoreAccessError as error:
             _log.warning("A segment's state wasn't stored: %s", error)
