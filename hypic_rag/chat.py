@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hypic_rag.answers import Answer, Source
-from hypic_rag.config import Mode, Sampling
+from hypic_rag.config import AnswerOptions, Mode, Sampling
 from hypic_rag.engine.assemble import Request
 from hypic_rag.engine.context import Context
 from hypic_rag.errors import ConfigError
@@ -39,7 +39,8 @@ class ChatSession:
     The session keeps its own finished cache. A turn appends what's new: passages that the
     conversation hasn't seen, and the question. When the model's context is full, the oldest turns
     are dropped and the cache is rebuilt from the states of the passages that stay. In the mode
-    ``full`` every turn recomputes the whole conversation.
+    ``full`` every turn recomputes the whole conversation. Each turn may spend ``repair_tokens`` on
+    the passages that it adds.
 
     One turn at a time: start the next one when the answer's stream has ended or was stopped.
     """
@@ -49,14 +50,12 @@ class ChatSession:
         kb: KnowledgeBase,
         *,
         top_k: int,
-        mode: Mode,
-        sampling: Sampling | None,
+        options: AnswerOptions,
         passages: list[Passage] | None = None,
     ) -> None:
         self._kb = kb
         self._top_k = top_k
-        self._mode = mode
-        self._sampling = sampling or Sampling()
+        self._options = options
         self._given = passages
         self._busy = False
         self.reset()
@@ -111,15 +110,16 @@ class ChatSession:
             raise ConfigError("The last turn hasn't ended: finish or close its stream first.")
         started = time.perf_counter()
         sources = self._retrieve(question, filters) if passages is None else _sources_of(passages)
-        chosen = sampling or self._sampling
+        chosen = sampling or self._options.sampling
         fresh, computed = self._make_room(question, self._new_passages(sources), sources, chosen)
         self._busy = True
         try:
             stream = self._kb.stream_from(
                 question,
                 fresh,
-                mode=self._mode,
+                mode=self._options.mode,
                 sampling=chosen,
+                repair_tokens=self._options.repair_tokens,
                 started=started,
                 behind=self._context,
                 lead=self._lead,
@@ -199,19 +199,21 @@ class ChatSession:
 
     def _behind(self, base: Context, turn: Turn) -> tuple[Context, int]:
         """The context behind one more turn, and how many tokens were computed for it."""
-        kb = self._kb
+        kb, mode = self._kb, self._options.mode
         segments = tuple(kb.segment_of(passage) for passage in turn.passages)
         said = (*kb.prompt.question(turn.question), *turn.answer_ids)
-        if self._mode is Mode.FULL:
+        if mode is Mode.FULL:
             # The ids are all that a full recompute takes from what's in front.
             nothing = (None,) * len(segments)
             ids = Request(segments, nothing, said, base, self._lead).token_ids
             return Context(ids, None, base.logits), 0
-        cache, seam = kb.segment_cache(), self._mode.seam(kb.store.settings.seam)
+        cache, seam = kb.segment_cache(), mode.seam(kb.store.settings.seam)
+        budget = self._options.repair_tokens
+        repaired = kb.repairs(turn.question, turn.passages, segments, seam, budget)
         with cache.lease(segments, seam):
-            fetched = cache.fetch(segments, seam)
+            fetched = cache.fetch(segments, seam, repaired)
             request = Request(segments, fetched.states, said, base, self._lead)
-            assembly = kb.engine.assemble([request], self._mode)[0]
+            assembly = kb.engine.assemble([request], mode)[0]
         encoded = encoded_tokens(fetched, segments, seam)
         return assembly.context, assembly.plan.computed + encoded
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,7 +26,7 @@ class Fetched:
     """States for segments, in order.
 
     Attributes:
-        states: None where a segment is too short to have an interior.
+        states: None where a segment is too short to have an interior, or was skipped.
         encoded: which segments had to be encoded just now.
     """
 
@@ -124,14 +124,20 @@ class SegmentCache:
         if state is not None:
             self._store.save_state(self.key(segment, seam), state)
 
-    def fetch(self, segments: Sequence[Segment], seam: Seam) -> Fetched:
+    def fetch(self, segments: Sequence[Segment], seam: Seam, skip: Collection[int] = ()) -> Fetched:
         """States of ``segments``; what's missing is encoded and, if possible, stored.
+
+        Segments at the places in ``skip`` are neither loaded nor encoded.
 
         A damaged state counts as missing. A store that can't be written costs speed, never an
         answer: that's logged.
         """
         states: list[SegmentState | None] = [None] * len(segments)
-        cached = [i for i, each in enumerate(segments) if seam.interior(len(each)) != (0, 0)]
+        cached = [
+            place
+            for place, segment in enumerate(segments)
+            if place not in skip and seam.interior(len(segment)) != (0, 0)
+        ]
         loaded = self._store.load_states([self.key(segments[i], seam) for i in cached])
         wanted: dict[Segment, list[int]] = {}
         for index, state in zip(cached, loaded, strict=True):

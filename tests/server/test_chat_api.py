@@ -89,6 +89,15 @@ def test_usage_tells_what_was_reused(shared: Served) -> None:
     assert full["prompt_tokens"] == usage["prompt_tokens"]
 
 
+def test_repaired_tokens_are_computed(shared: Served) -> None:
+    expected = shared.kb.ask(QUESTION, sampling=Sampling(max_tokens=12), repair_tokens=10000)
+    plain, repaired = (
+        shared.ask(QUESTION, hypic={"repair_tokens": count}).json()["hypic"]["tokens"]
+        for count in (0, 10000)
+    )
+    assert repaired["computed"] == expected.tokens.computed > plain["computed"]
+
+
 def test_a_stream_says_the_same_piece_by_piece(shared: Served) -> None:
     whole = shared.ask(QUESTION).json()
     chunks = events(shared)
@@ -243,6 +252,26 @@ def test_a_conversation_continues_its_cache(kb: KnowledgeBase, serve: Serve) -> 
         assert answer["hypic"]["tokens"]["computed"] <= expected.tokens.computed + 40
 
 
+def test_a_server_may_repair_by_default(kb: KnowledgeBase, serve: Serve) -> None:
+    """Another budget is another conversation: the first turns' caches differ."""
+    served = serve(kb, ServerSettings(top_k=1, repair_tokens=10000))
+    answers = talk(served, TALK[:2])
+    assert answers[1]["hypic"]["conversation"] == "continued"
+    said = answers[0]["choices"][0]["message"]["content"]
+    messages = [
+        {"role": "user", "content": TALK[0]},
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": TALK[1]},
+    ]
+    sent = {"model": "small", "messages": messages, "hypic": {"repair_tokens": 0}}
+    with served.client() as client:
+        other = client.post("/v1/chat/completions", json=sent).json()["hypic"]
+    assert other["conversation"] == "rebuilt"
+    session = kb.chat(top_k=1, repair_tokens=10000, sampling=Sampling(max_tokens=8))
+    expected = session.ask(TALK[0]).tokens
+    assert answers[0]["hypic"]["tokens"]["computed"] >= expected.computed
+
+
 def test_a_conversation_without_a_cache_is_rebuilt(kb: KnowledgeBase, serve: Serve) -> None:
     kept = talk(serve(kb, ServerSettings(top_k=1)), TALK[:2])
     rebuilt = talk(serve(kb, ServerSettings(top_k=1, session_bytes=0)), TALK[:2])
@@ -342,6 +371,7 @@ def test_parts_and_messages_in_a_row_are_joined(shared: Served) -> None:
         ({"hypic": {"mode": "fastest"}}, "hypic.mode", "invalid_value"),
         ({"hypic": {"speed": 3}}, "hypic.speed", "unknown_parameter"),
         ({"hypic": {"top_k": 0}}, "hypic.top_k", "invalid_value"),
+        ({"hypic": {"repair_tokens": -1}}, "hypic.repair_tokens", "invalid_value"),
         (
             {"hypic": {"filters": [{"field": "a", "op": "in", "value": "b"}]}},
             "hypic.filters",
