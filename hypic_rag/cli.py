@@ -205,7 +205,7 @@ def _takes_asking(command: Callable[..., None]) -> Callable[..., None]:
     shared = inspection.signature(_Asking, eval_str=True).parameters
     _, *own = inspection.signature(command, eval_str=True).parameters.values()
     kind = inspection.Parameter.KEYWORD_ONLY
-    parameters = [parameter.replace(kind=kind) for parameter in (*shared.values(), *own)]
+    parameters = [parameter.replace(kind=kind) for parameter in (*own, *shared.values())]
 
     def run(**given: Any) -> None:
         command(_Asking(**{name: given.pop(name) for name in shared}), **given)
