@@ -252,24 +252,24 @@ def test_a_conversation_continues_its_cache(kb: KnowledgeBase, serve: Serve) -> 
         assert answer["hypic"]["tokens"]["computed"] <= expected.tokens.computed + 40
 
 
-def test_a_server_may_repair_by_default(kb: KnowledgeBase, serve: Serve) -> None:
-    """Another budget is another conversation: the first turns' caches differ."""
+@pytest.mark.parametrize(("budget", "expected"), [(10000, "continued"), (0, "rebuilt")])
+def test_another_budget_is_another_conversation(
+    kb: KnowledgeBase, serve: Serve, budget: int, expected: str
+) -> None:
+    """A server may repair by default; a cache that was repaired differs from one that wasn't."""
     served = serve(kb, ServerSettings(top_k=1, repair_tokens=10000))
-    answers = talk(served, TALK[:2])
-    assert answers[1]["hypic"]["conversation"] == "continued"
-    said = answers[0]["choices"][0]["message"]["content"]
+    (first,) = talk(served, TALK[:1])
+    session = kb.chat(top_k=1, repair_tokens=10000, sampling=Sampling(max_tokens=8))
+    assert first["hypic"]["tokens"]["computed"] >= session.ask(TALK[0]).tokens.computed
     messages = [
         {"role": "user", "content": TALK[0]},
-        {"role": "assistant", "content": said},
+        {"role": "assistant", "content": first["choices"][0]["message"]["content"]},
         {"role": "user", "content": TALK[1]},
     ]
-    sent = {"model": "small", "messages": messages, "hypic": {"repair_tokens": 0}}
+    sent = {"model": "small", "messages": messages, "hypic": {"repair_tokens": budget}}
     with served.client() as client:
         other = client.post("/v1/chat/completions", json=sent).json()["hypic"]
-    assert other["conversation"] == "rebuilt"
-    session = kb.chat(top_k=1, repair_tokens=10000, sampling=Sampling(max_tokens=8))
-    expected = session.ask(TALK[0]).tokens
-    assert answers[0]["hypic"]["tokens"]["computed"] >= expected.computed
+    assert other["conversation"] == expected
 
 
 def test_a_conversation_without_a_cache_is_rebuilt(kb: KnowledgeBase, serve: Serve) -> None:
