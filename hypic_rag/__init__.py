@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hypic_rag.answers import Answer, Source
-    from hypic_rag.config import Mode, Sampling, Seam
+    from hypic_rag.config import AnswerOptions, Mode, Sampling, Seam
     from hypic_rag.engine.engine import Engine, load_model
     from hypic_rag.errors import HypicError
     from hypic_rag.knowledge_base import KnowledgeBase, Passage, PreparedAnswer
@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Answer",
+    "AnswerOptions",
     "Engine",
     "HypicError",
     "KnowledgeBase",
@@ -41,6 +42,7 @@ __all__ = [
 
 _HOMES = {
     "Answer": "answers",
+    "AnswerOptions": "config",
     "Engine": "engine.engine",
     "HypicError": "errors",
     "KnowledgeBase": "knowledge_base",

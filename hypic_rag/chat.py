@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hypic_rag.answers import Answer, Source
-from hypic_rag.config import Mode, Sampling
+from hypic_rag.config import AnswerOptions, Sampling
 from hypic_rag.engine.assemble import Request
 from hypic_rag.engine.context import Context, LazyContext
 from hypic_rag.errors import ConfigError
@@ -40,7 +40,8 @@ class ChatSession:
     The session keeps its own finished cache. A turn appends what's new: passages that the
     conversation hasn't seen, and the question. When the model's context is full, the oldest turns
     are dropped and the cache is rebuilt from the states of the passages that stay. In the mode
-    ``full`` every turn recomputes the whole conversation.
+    ``full`` every turn recomputes the whole conversation. Each turn may spend ``repair_tokens`` on
+    the passages that it adds.
 
     One turn at a time: start the next one when the answer's stream has ended or was stopped.
     """
@@ -50,14 +51,12 @@ class ChatSession:
         kb: KnowledgeBase,
         *,
         top_k: int,
-        mode: Mode,
-        sampling: Sampling | None,
+        options: AnswerOptions,
         passages: list[Passage] | None = None,
     ) -> None:
         self._kb = kb
         self._top_k = top_k
-        self._mode = mode
-        self._sampling = sampling or Sampling()
+        self._options = options
         self._given = passages
         self._busy = False
         self.reset()
@@ -127,7 +126,7 @@ class ChatSession:
         sources = (
             self._retrieve(question, filters) if passages is None else list(sources_of(passages))
         )
-        chosen = sampling or self._sampling
+        chosen = sampling or self._options.sampling
         fresh = self._make_room(question, self._new_passages(sources), sources, chosen)
         base, lead = self._so_far()
         self._busy = True
@@ -135,8 +134,9 @@ class ChatSession:
             prepared = self._kb.prepare_from(
                 question,
                 fresh,
-                mode=self._mode,
+                mode=self._options.mode,
                 sampling=chosen,
+                repair_tokens=self._options.repair_tokens,
                 started=started,
                 behind=base,
                 lead=lead,
@@ -234,10 +234,12 @@ class ChatSession:
     def _behind(self, base: Context, lead: tuple[int, ...], turn: Turn) -> tuple[Context, int]:
         """The context behind one more turn, and how many tokens were computed for it."""
         kb, said = self._kb, replace(self._said(turn), base=base, lead=lead)
-        cache, seam = kb.segment_cache(), self._mode.seam(kb.store.settings.seam)
+        mode, budget = self._options.mode, self._options.repair_tokens
+        cache, seam = kb.segment_cache(), mode.seam(kb.store.settings.seam)
+        repaired = kb.repairs(turn.question, turn.passages, said.segments, seam, budget)
         with cache.lease(said.segments, seam):
-            request = replace(said, states=cache.load(said.segments, seam))
-            assembly = cache.assemble(request, self._mode)
+            request = replace(said, states=cache.load(said.segments, seam, repaired))
+            assembly = cache.assemble(request, mode)
         return assembly.context, assembly.computed
 
     def _remember(self, question: str, stream: AnswerStream) -> None:

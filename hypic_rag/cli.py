@@ -6,15 +6,28 @@ other failure, 130 an interruption.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import inspect as inspection
 import json
 import logging
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hypic_rag.config import Mode, Sampling, Seam, Settings
+from hypic_rag.config import (
+    STATE_PRECISIONS,
+    AnswerOptions,
+    Mode,
+    Sampling,
+    Seam,
+    Settings,
+    parse_state_precision,
+)
 from hypic_rag.errors import ConfigError, HypicError
 
 if TYPE_CHECKING:
@@ -45,6 +58,13 @@ Tenant = Annotated[str | None, typer.Option("--tenant", help="Whose documents.")
 TopK = Annotated[int | None, typer.Option("--top-k", help="Chunks to answer from. [default: 5]")]
 ModeOption = Annotated[
     str | None, typer.Option("--mode", help=f"One of {', '.join(Mode)}. [default: seam]")
+]
+RepairTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--repair-tokens",
+        help="Cached tokens to recompute, in whole passages, best first. [default: 0]",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 Prompt = Annotated[
@@ -87,6 +107,13 @@ def ingest(
         str | None,
         typer.Option(help="For a new store: default, none, paper or HEAD/TAIL. [default: 4/0]"),
     ] = None,
+    state_precision: Annotated[
+        str | None,
+        typer.Option(
+            help="For a new store: how states are compressed on the disk, one of "
+            f"{', '.join(STATE_PRECISIONS)}. [default: exact]"
+        ),
+    ] = None,
     prune: Annotated[
         bool, typer.Option("--prune", help="Remove documents that have disappeared.")
     ] = False,
@@ -122,6 +149,7 @@ def ingest(
             conditioning=conditioning,
             chunk_tokens=chunk_tokens,
             seam=seam,
+            state_precision=state_precision,
             tenant=tenant,
             device=device,
             dtype=dtype,
@@ -134,40 +162,80 @@ def ingest(
         raise typer.Exit(1)
 
 
+@dataclass(frozen=True)
+class _Asking:
+    """The options of ``ask`` and ``chat``: where to answer from, and how."""
+
+    store: Store
+    top_k: TopK = None
+    repair_tokens: RepairTokens = None
+    mode: ModeOption = None
+    model: Model = None
+    system_prompt: Prompt = None
+    max_tokens: MaxTokens = None
+    tenant: Tenant = None
+    device: Device = None
+    dtype: Dtype = None
+    config: Config = None
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[tuple[KnowledgeBase, int, AnswerOptions]]:
+        """The knowledge base, warm, with how many chunks to answer from and how to do it."""
+        settings = Settings.load(self.config)
+        most = settings.max_tokens if self.max_tokens is None else self.max_tokens
+        repair = settings.repair_tokens if self.repair_tokens is None else self.repair_tokens
+        mode = self.mode or settings.mode
+        options = AnswerOptions.of(mode, Sampling(max_tokens=most), repair)
+        count = _top_k(self.top_k, settings)
+        with _open(
+            self.store,
+            settings,
+            model=self.model,
+            system_prompt=self.system_prompt,
+            tenant=self.tenant,
+            device=self.device,
+            dtype=self.dtype,
+        ) as kb:
+            kb.warm()
+            yield kb, count, options
+
+
+def _takes_asking(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose first parameter is an :class:`_Asking`, with its fields as options."""
+    shared = inspection.signature(_Asking, eval_str=True).parameters
+    _, *own = inspection.signature(command, eval_str=True).parameters.values()
+    kind = inspection.Parameter.KEYWORD_ONLY
+    parameters = [parameter.replace(kind=kind) for parameter in (*own, *shared.values())]
+
+    def run(**given: Any) -> None:
+        command(_Asking(**{name: given.pop(name) for name in shared}), **given)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = inspection.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
 @app.command()
+@_takes_asking
 def ask(
+    asking: _Asking,
     question: Annotated[str, typer.Argument(help="In plain words.")],
-    store: Store,
-    top_k: TopK = None,
     exact: Annotated[
         bool, typer.Option("--exact", help="Recompute the whole prompt; reuse nothing.")
     ] = False,
-    mode: ModeOption = None,
-    model: Model = None,
-    system_prompt: Prompt = None,
-    max_tokens: MaxTokens = None,
-    tenant: Tenant = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    config: Config = None,
     as_json: AsJson = False,
 ) -> None:
     """Answer one question from a store."""
-    settings = Settings.load(config)
-    chosen = Mode.parse(mode or settings.mode)
-    count = _top_k(top_k, settings)
-    sampling = Sampling(max_tokens=settings.max_tokens if max_tokens is None else max_tokens)
-    with _open(
-        store,
-        settings,
-        model=model,
-        system_prompt=system_prompt,
-        tenant=tenant,
-        device=device,
-        dtype=dtype,
-    ) as kb:
-        kb.warm()
-        stream = kb.stream(question, top_k=count, mode=chosen, exact=exact, sampling=sampling)
+    with asking.open() as (kb, top_k, options):
+        stream = kb.stream(
+            question,
+            top_k=top_k,
+            mode=options.mode,
+            exact=exact,
+            sampling=options.sampling,
+            repair_tokens=options.repair_tokens,
+        )
         if as_json:
             print(json.dumps(stream.finish().to_dict(), ensure_ascii=False, indent=2))
             return
@@ -178,34 +246,16 @@ def ask(
 
 
 @app.command()
-def chat(
-    store: Store,
-    top_k: TopK = None,
-    mode: ModeOption = None,
-    model: Model = None,
-    system_prompt: Prompt = None,
-    max_tokens: MaxTokens = None,
-    tenant: Tenant = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    config: Config = None,
-) -> None:
+@_takes_asking
+def chat(asking: _Asking) -> None:
     """Talk to a store in the terminal. /sources, /reset and /quit are commands."""
-    settings = Settings.load(config)
-    chosen = Mode.parse(mode or settings.mode)
-    count = _top_k(top_k, settings)
-    sampling = Sampling(max_tokens=settings.max_tokens if max_tokens is None else max_tokens)
-    with _open(
-        store,
-        settings,
-        model=model,
-        system_prompt=system_prompt,
-        tenant=tenant,
-        device=device,
-        dtype=dtype,
-    ) as kb:
-        kb.warm()
-        session = kb.chat(top_k=count, mode=chosen, sampling=sampling)
+    with asking.open() as (kb, top_k, options):
+        session = kb.chat(
+            top_k=top_k,
+            mode=options.mode,
+            sampling=options.sampling,
+            repair_tokens=options.repair_tokens,
+        )
         _note("Ask something. /sources shows the last passages, /reset starts over, /quit ends.")
         last: Answer | None = None
         while (line := _read_line()) is not None:
@@ -263,8 +313,6 @@ def demo(
 @app.command()
 def stats(store: Store, as_json: AsJson = False) -> None:
     """Show what a store was made with and how much it holds."""
-    import dataclasses
-
     from hypic_rag.store import SegmentStore
 
     with SegmentStore.open(store, read_only=True) as opened:
@@ -280,8 +328,6 @@ def stats(store: Store, as_json: AsJson = False) -> None:
 @app.command()
 def repair(store: Store, as_json: AsJson = False) -> None:
     """Check every state, rebuild what's derived, and say what was found."""
-    import dataclasses
-
     from hypic_rag.store import SegmentStore
 
     with SegmentStore.open(store) as opened:
@@ -368,50 +414,40 @@ def _open(
     conditioning: str | None = None,
     chunk_tokens: int | None = None,
     seam: str | None = None,
+    state_precision: str | None = None,
     create: bool = False,
     read_only: bool | None = None,
 ) -> KnowledgeBase:
     """Open a store with what the options, the settings file and the store itself say."""
     import os
 
-    fresh = not _holds_store(store)
     widths = Seam.parse(settings.seam if seam is None else seam)
+    precision = settings.state_precision if state_precision is None else state_precision
+    parse_state_precision(precision)
     served = _text(settings.system_prompt if system_prompt is None else system_prompt)
     behind = _text(settings.conditioning if conditioning is None else conditioning)
-    if not fresh and any(value is not None for value in (conditioning, chunk_tokens, seam)):
+    fixed = (conditioning, chunk_tokens, seam, state_precision)
+    if _holds_store(store) and any(value is not None for value in fixed):
         raise ConfigError(
-            f"{store} is a store already, and its conditioning, chunk size and seam are fixed: "
-            "leave those options out, or make a new store."
+            f"{store} is a store already, and its conditioning, chunk size, seam and state "
+            "precision are fixed: leave those options out, or make a new store."
         )
-    if fresh and not create:
-        from hypic_rag.store import SegmentStore
-
-        SegmentStore.open(store)  # says what's wrong with the folder
     _quiet()
-    from hypic_rag.engine.engine import load_model
     from hypic_rag.knowledge_base import KnowledgeBase
 
-    named = model or settings.model
-    if named is None and not fresh:
-        from hypic_rag.store import SegmentStore
-
-        with SegmentStore.open(store, read_only=True) as opened:
-            named = opened.settings.model or None
-    loaded = load_model(
-        named or "small", device=device or settings.device, dtype=dtype or settings.dtype
-    )
-    if read_only is None:
-        read_only = not os.access(store, os.W_OK)
     return KnowledgeBase.open(
         store,
-        loaded,
+        model or settings.model,
         system_prompt=served,
         conditioning=None if behind == "none" else behind,
         chunk_tokens=settings.chunk_tokens if chunk_tokens is None else chunk_tokens,
         seam=widths,
+        state_precision=precision,
         tenant=settings.tenant if tenant is None else tenant,
         create=create,
-        read_only=read_only,
+        read_only=not os.access(store, os.W_OK) if read_only is None else read_only,
+        device=device or settings.device,
+        dtype=dtype or settings.dtype,
     )
 
 
@@ -480,8 +516,6 @@ def _ingest(
 
 
 def _print_report(report: IngestReport, *, dry_run: bool, as_json: bool) -> None:
-    import dataclasses
-
     if as_json:
         print(json.dumps(dataclasses.asdict(report), ensure_ascii=False, indent=2))
         return
@@ -494,7 +528,7 @@ def _print_report(report: IngestReport, *, dry_run: bool, as_json: bool) -> None
     what = "chunk" if report.chunks == 1 else "chunks"
     print(
         f"{report.chunks:>6} {what}, {report.tokens} tokens encoded, "
-        f"{report.state_bytes / 1e6:.1f} MB of states, {report.seconds:.1f} s"
+        f"{report.state_bytes / 1e6:.1f} MB of states in memory, {report.seconds:.1f} s"
     )
     for kind, entries in (("skipped", report.skipped), ("failed", report.failed)):
         for name, reason in entries:

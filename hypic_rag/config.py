@@ -7,11 +7,35 @@ import enum
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from hypic_rag.errors import ConfigError
 
-__all__ = ["Mode", "Sampling", "Seam", "Settings"]
+__all__ = [
+    "STATE_PRECISIONS",
+    "AnswerOptions",
+    "Mode",
+    "Sampling",
+    "Seam",
+    "Settings",
+    "parse_state_precision",
+]
+
+STATE_PRECISIONS = ("exact", "half", "low rank", "compact", "smallest")
+"""How states may be compressed on the disk, the largest first."""
+
+
+def parse_state_precision(text: str) -> str:
+    """``text``, if it's one of :data:`STATE_PRECISIONS`.
+
+    Raises:
+        ConfigError: it isn't.
+    """
+    if text not in STATE_PRECISIONS:
+        raise ConfigError(
+            f"Unknown state precision {text!r}: expected one of {', '.join(STATE_PRECISIONS)}."
+        )
+    return text
 
 
 @dataclass(frozen=True, order=True)
@@ -124,6 +148,47 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class AnswerOptions:
+    """How a prompt is computed and its answer generated, wherever its passages come from.
+
+    Attributes:
+        mode: how cached states are put together.
+        sampling: how tokens are chosen.
+        repair_tokens: cached tokens that may be recomputed in the true context, in whole passages,
+            those that matter most to the question first.
+
+    Raises:
+        ConfigError: ``repair_tokens`` is negative or no whole number.
+    """
+
+    mode: Mode = Mode.SEAM
+    sampling: Sampling = Sampling()
+    repair_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        tokens = self.repair_tokens
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
+            raise ConfigError(f"repair_tokens must be a whole number >= 0, but is {tokens!r}.")
+
+    @classmethod
+    def of(
+        cls,
+        mode: Mode | str,
+        sampling: Sampling | None = None,
+        repair_tokens: int = 0,
+        *,
+        exact: bool = False,
+    ) -> Self:
+        """Options from what a caller gives; ``exact`` is the mode ``full``.
+
+        Raises:
+            ConfigError: the mode is unknown, or as the class.
+        """
+        chosen = Mode.FULL if exact else Mode.parse(mode)
+        return cls(chosen, sampling or Sampling(), repair_tokens)
+
+
+@dataclass(frozen=True)
 class Settings:
     """What the command line takes its defaults from: the keys of a settings file (TOML).
 
@@ -137,9 +202,11 @@ class Settings:
     conditioning: str = "system prompt"
     chunk_tokens: int = 512
     seam: str = "default"
+    state_precision: str = "exact"
     tenant: str = ""
     top_k: int = 5
     mode: str = "seam"
+    repair_tokens: int = 0
     max_tokens: int = 256
 
     @classmethod

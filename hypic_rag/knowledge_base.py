@@ -13,13 +13,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from hypic_rag.answers import Answer, Source, Timings, TokenCounts
-from hypic_rag.config import Mode, Sampling, Seam
+from hypic_rag.config import AnswerOptions, Mode, Sampling, Seam
 from hypic_rag.engine.assemble import Request, RequestState
 from hypic_rag.engine.context import Context, LazyContext
 from hypic_rag.engine.engine import Engine, load_model
 from hypic_rag.engine.pending import PendingState
 from hypic_rag.engine.probe import FidelityProbe
 from hypic_rag.engine.prompt import PromptFormat
+from hypic_rag.engine.repair import choose_segments
 from hypic_rag.engine.segment_cache import SegmentCache
 from hypic_rag.engine.streaming import stream_text
 from hypic_rag.errors import ConfigError, ContextLengthError
@@ -32,6 +33,8 @@ from hypic_rag.segments import Segment
 from hypic_rag.store import Condition, SegmentStore, StoreSettings
 
 if TYPE_CHECKING:
+    import torch
+
     from hypic_rag.chat import ChatSession
 
 __all__ = ["DEFAULT_SYSTEM_PROMPT", "AnswerStream", "KnowledgeBase", "Passage", "PreparedAnswer"]
@@ -99,6 +102,8 @@ class KnowledgeBase:
         embedder: Embedder | None = None,
         create: bool = True,
         read_only: bool = False,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
     ) -> Self:
         """Open the knowledge base in the folder ``path``, or make one there.
 
@@ -121,6 +126,7 @@ class KnowledgeBase:
             embedder: makes the vectors; by default all-MiniLM-L6-v2.
             create: make a store if there's none.
             read_only: never write; what's missing is encoded for the request and forgotten.
+            device, dtype: for :func:`load_model`; a model that is loaded already stays as it is.
 
         Raises:
             StoreFormatError, StoreAccessError: as :meth:`SegmentStore.open`.
@@ -129,10 +135,16 @@ class KnowledgeBase:
         """
         embedder = embedder or MiniLmEmbedder()
         folder = Path(path)
+
+        def ready(given: HybridModel | str | Path) -> HybridModel:
+            if isinstance(given, HybridModel):
+                return given
+            return load_model(given, device=device, dtype=dtype)
+
         fresh = create and not read_only and not (folder.is_dir() and any(folder.iterdir()))
         if fresh:
             served = DEFAULT_SYSTEM_PROMPT if system_prompt is None else system_prompt
-            loaded = model if isinstance(model, HybridModel) else load_model(model or "small")
+            loaded = ready(model or "small")
             settings = StoreSettings(
                 dimension=embedder.dimension,
                 conditioning=served if conditioning == "system prompt" else conditioning,
@@ -155,8 +167,7 @@ class KnowledgeBase:
                     f"{embedder.name!r} was given: use the same embedder or make a new store."
                 )
             if not fresh:
-                named = model or settings.model or "small"
-                loaded = named if isinstance(named, HybridModel) else load_model(named)
+                loaded = ready(model or settings.model or "small")
             serve = settings.conditioning if system_prompt is None else system_prompt
             return cls(store, loaded, embedder, system_prompt=serve, tenant=tenant)
         except BaseException:
@@ -330,6 +341,7 @@ class KnowledgeBase:
         mode: Mode | str = Mode.SEAM,
         exact: bool = False,
         sampling: Sampling | None = None,
+        repair_tokens: int = 0,
         filters: Condition | None = None,
     ) -> Answer:
         """Answer a question from the store.
@@ -340,15 +352,16 @@ class KnowledgeBase:
             mode: how cached states are put together.
             exact: recompute the whole prompt with the library's own forward (mode ``full``).
             sampling: how tokens are chosen; greedy by default.
+            repair_tokens: cached tokens that may be recomputed in the true context, beside the
+                seams; see :meth:`repairs`. None are by default.
             filters: which chunks may be used.
 
         Raises:
-            ConfigError, EmptyStoreError: as :meth:`retrieve`.
+            ConfigError, EmptyStoreError: as :meth:`retrieve`; also for a wrong option.
             ContextLengthError: the question alone doesn't fit the model's context.
         """
-        return self.stream(
-            question, top_k=top_k, mode=mode, exact=exact, sampling=sampling, filters=filters
-        ).finish()
+        options = AnswerOptions.of(mode, sampling, repair_tokens, exact=exact)
+        return self._prepare(question, top_k, filters, options).start().finish()
 
     def stream(
         self,
@@ -358,12 +371,12 @@ class KnowledgeBase:
         mode: Mode | str = Mode.SEAM,
         exact: bool = False,
         sampling: Sampling | None = None,
+        repair_tokens: int = 0,
         filters: Condition | None = None,
     ) -> AnswerStream:
         """Like :meth:`ask`, piece by piece: iterate over the result for the answer's text."""
-        return self.prepare(
-            question, top_k=top_k, mode=mode, exact=exact, sampling=sampling, filters=filters
-        ).start()
+        options = AnswerOptions.of(mode, sampling, repair_tokens, exact=exact)
+        return self._prepare(question, top_k, filters, options).start()
 
     def prepare(
         self,
@@ -373,6 +386,7 @@ class KnowledgeBase:
         mode: Mode | str = Mode.SEAM,
         exact: bool = False,
         sampling: Sampling | None = None,
+        repair_tokens: int = 0,
         filters: Condition | None = None,
     ) -> PreparedAnswer:
         """The part of :meth:`stream` that needs no model: retrieving, tokenising, loading states.
@@ -380,12 +394,16 @@ class KnowledgeBase:
         So it can be done while the model works for another request. Start or close the result:
         it keeps its states from being evicted until then.
         """
+        options = AnswerOptions.of(mode, sampling, repair_tokens, exact=exact)
+        return self._prepare(question, top_k, filters, options)
+
+    def _prepare(
+        self, question: str, top_k: int, filters: Condition | None, options: AnswerOptions
+    ) -> PreparedAnswer:
         started = time.perf_counter()
         sources = self.retrieve(question, top_k, filters)
         passages = [Passage(source.text, source) for source in sources]
-        return self.prepare_from(
-            question, passages, mode=mode, exact=exact, sampling=sampling, started=started
-        )
+        return _Work(self, question, passages, options).prepare(_Clock.since(started))
 
     def answer_from(
         self,
@@ -395,14 +413,15 @@ class KnowledgeBase:
         mode: Mode | str = Mode.SEAM,
         exact: bool = False,
         sampling: Sampling | None = None,
+        repair_tokens: int = 0,
     ) -> Answer:
         """Answer from the passages given, in this order, instead of retrieved ones.
 
         Passages whose state is stored are reused; others are encoded and stored.
         """
-        return self.stream_from(
-            question, passages, mode=mode, exact=exact, sampling=sampling
-        ).finish()
+        options = AnswerOptions.of(mode, sampling, repair_tokens, exact=exact)
+        work = _Work(self, question, _passages(passages), options)
+        return work.prepare(_Clock.since(None)).start().finish()
 
     def stream_from(
         self,
@@ -412,6 +431,7 @@ class KnowledgeBase:
         mode: Mode | str = Mode.SEAM,
         exact: bool = False,
         sampling: Sampling | None = None,
+        repair_tokens: int = 0,
         started: float | None = None,
         behind: Context | None = None,
         lead: tuple[int, ...] = (),
@@ -421,28 +441,20 @@ class KnowledgeBase:
         """Like :meth:`answer_from`, piece by piece.
 
         Args:
-            question, passages, mode, exact, sampling: as :meth:`answer_from`.
+            question, passages, mode, exact, sampling, repair_tokens: as :meth:`answer_from`.
             started: when the caller began (``time.perf_counter()``), for the timings.
             behind: a finished context to continue instead of the resident system prompt.
             lead: token ids between ``behind`` and the passages.
             computed: tokens of ``behind`` that had to run for this request.
             on_end: called when the answer ends, also when the caller stops in the middle.
         """
+        options = AnswerOptions.of(mode, sampling, repair_tokens, exact=exact)
         base = None
         if behind is not None:
             given = behind
             base = LazyContext(given.token_ids, lambda: (given, computed))
-        return self.prepare_from(
-            question,
-            passages,
-            mode=mode,
-            exact=exact,
-            sampling=sampling,
-            started=started,
-            behind=base,
-            lead=lead,
-            on_end=on_end,
-        ).start()
+        work = _Work(self, question, _passages(passages), options, on_end)
+        return work.prepare(_Clock.since(started), base, lead).start()
 
     def prepare_from(
         self,
@@ -452,6 +464,7 @@ class KnowledgeBase:
         mode: Mode | str = Mode.SEAM,
         exact: bool = False,
         sampling: Sampling | None = None,
+        repair_tokens: int = 0,
         started: float | None = None,
         behind: LazyContext | None = None,
         lead: tuple[int, ...] = (),
@@ -461,7 +474,7 @@ class KnowledgeBase:
         """Like :meth:`prepare`, for the passages given.
 
         Args:
-            question, passages, mode, exact, sampling: as :meth:`answer_from`.
+            question, passages, mode, exact, sampling, repair_tokens: as :meth:`answer_from`.
             started: when the caller began (``time.perf_counter()``), for the timings.
             behind: a context to continue instead of the resident system prompt; it's made, if it
                 isn't there, when the answer starts.
@@ -470,12 +483,9 @@ class KnowledgeBase:
             on_drop: called if no answer comes of it: it's closed before it has started, or the
                 pass fails.
         """
-        began = time.perf_counter()
-        clock = _Clock(started=began if started is None else started, retrieved=began)
-        chosen = Mode.FULL if exact else Mode.parse(mode)
-        work = _Work(self, question, _passages(passages), chosen, sampling or Sampling(), on_end)
-        base = self.lazy_prefix(self.system_prompt) if behind is None else behind
-        return work.prepare(clock, base, lead, on_drop)
+        options = AnswerOptions.of(mode, sampling, repair_tokens, exact=exact)
+        work = _Work(self, question, _passages(passages), options, on_end)
+        return work.prepare(_Clock.since(started), behind, lead, on_drop)
 
     def chat(
         self,
@@ -483,6 +493,7 @@ class KnowledgeBase:
         top_k: int = 5,
         mode: Mode | str = Mode.SEAM,
         sampling: Sampling | None = None,
+        repair_tokens: int = 0,
         passages: Sequence[Passage | str] | None = None,
     ) -> ChatSession:
         """A conversation; each turn continues the last one's cache.
@@ -492,9 +503,44 @@ class KnowledgeBase:
         from hypic_rag.chat import ChatSession
 
         given = None if passages is None else _passages(passages)
-        return ChatSession(
-            self, top_k=top_k, mode=Mode.parse(mode), sampling=sampling, passages=given
-        )
+        options = AnswerOptions.of(mode, sampling, repair_tokens)
+        return ChatSession(self, top_k=top_k, options=options, passages=given)
+
+    def repairs(
+        self,
+        question: str,
+        passages: Sequence[Passage],
+        segments: Sequence[Segment],
+        seam: Seam,
+        budget: int,
+    ) -> frozenset[int]:
+        """Places of the passages to recompute whole within ``budget`` cached tokens.
+
+        The most relevant passages come first, and the choice ends at the first that doesn't fit,
+        so a larger budget only adds to it. Passages are ranked by their sources' scores; where
+        there are none, or all are equal, by the embedder's similarity to the question.
+
+        Args:
+            question: what's asked.
+            passages: in prompt order.
+            segments: the same, tokenised.
+            seam: widths that are computed anyway.
+            budget: tokens of interiors; 0 repairs nothing.
+        """
+        if not budget or not passages:
+            return frozenset()
+        return choose_segments(segments, seam, self._relevance(question, passages), budget)
+
+    def _relevance(self, question: str, passages: Sequence[Passage]) -> list[float]:
+        """How much each passage has to do with the question; higher is more."""
+        scores = [passage.source.score for passage in passages if passage.source is not None]
+        if len(scores) == len(passages) and len(set(scores)) > 1:
+            return scores
+        if len(passages) == 1:
+            return [0.0]
+        asked = self.embedder.embed_query(question)
+        texts = self.embedder.embed([passage.text for passage in passages])
+        return [float(score) for score in texts @ asked]
 
     def segment_of(self, passage: Passage) -> Segment:
         """The segment for a passage, tokenised by this model."""
@@ -509,6 +555,12 @@ class _Clock:
     begun: float = 0.0
     prefilled: float = 0.0
 
+    @classmethod
+    def since(cls, started: float | None) -> Self:
+        """Passages are there now; ``started`` is when the caller began, if that was earlier."""
+        now = time.perf_counter()
+        return cls(now if started is None else started, now)
+
 
 @dataclass
 class _Work:
@@ -517,44 +569,44 @@ class _Work:
     kb: KnowledgeBase
     question: str
     passages: list[Passage]
-    mode: Mode
-    sampling: Sampling
-    on_end: Callable[[AnswerStream], None] | None
+    options: AnswerOptions
+    on_end: Callable[[AnswerStream], None] | None = None
     warnings: list[str] = field(default_factory=list)
 
     def prepare(
         self,
         clock: _Clock,
-        base: LazyContext,
-        lead: tuple[int, ...],
-        on_drop: Callable[[], None] | None,
+        behind: LazyContext | None = None,
+        lead: tuple[int, ...] = (),
+        on_drop: Callable[[], None] | None = None,
     ) -> PreparedAnswer:
         """Tokenise, fit, and load what's stored; no model runs."""
         kb = self.kb
+        base = kb.lazy_prefix(kb.system_prompt) if behind is None else behind
         asked = kb.prompt.question(self.question)
         segments = [kb.segment_of(passage) for passage in self.passages]
         segments = self._fit(segments, base.length + len(lead) + len(asked))
         with ExitStack() as leases:
             states: tuple[RequestState, ...] = (None,) * len(segments)
-            if self.mode is not Mode.FULL:
+            if self.options.mode is not Mode.FULL:
                 cache, seam = kb.segment_cache(), self.seam
                 leases.enter_context(cache.lease(segments, seam))
-                states = cache.load(segments, seam)
+                states = cache.load(segments, seam, self._repairs(segments, seam))
             parts = _Parts(base, lead, tuple(segments), states, asked)
             clock.loaded = time.perf_counter()
             return PreparedAnswer(self, parts, clock, leases.pop_all(), on_drop)
 
     def run(self, parts: _Parts, clock: _Clock) -> AnswerStream:
         """The pass over what :meth:`prepare` gave."""
-        kb = self.kb
+        kb, mode = self.kb, self.options.mode
         clock.begun = time.perf_counter()
-        if self.mode is Mode.FULL:
+        if mode is Mode.FULL:
             context = kb.engine.prefill(parts.token_ids)
             computed = context.length
         else:
             base, before = parts.base.get()
             request = Request(parts.segments, parts.states, parts.question, base, parts.lead)
-            assembly = kb.segment_cache().assemble(request, self.mode)
+            assembly = kb.segment_cache().assemble(request, mode)
             context = assembly.context
             computed = before + assembly.computed
             self._explain(parts.states)
@@ -567,7 +619,7 @@ class _Work:
     @property
     def seam(self) -> Seam:
         """The seam of the states that this question needs."""
-        return self.mode.seam(self.kb.store.settings.seam)
+        return self.options.mode.seam(self.kb.store.settings.seam)
 
     def _fit(self, segments: list[Segment], others: int) -> list[Segment]:
         """Leave out the last passages if the prompt would be too long, and say so."""
@@ -577,7 +629,7 @@ class _Work:
                 f"The question and what stands before it have {others} tokens, but the model's "
                 f"context holds {limit}: ask a shorter question."
             )
-        room = limit - others - answer_room(self.sampling, limit)
+        room = limit - others - answer_room(self.options.sampling, limit)
         kept = 0
         for segment in segments:
             if len(segment) > room:
@@ -592,6 +644,18 @@ class _Work:
             )
             del self.passages[kept:]
         return segments[:kept]
+
+    def _repairs(self, segments: Sequence[Segment], seam: Seam) -> frozenset[int]:
+        """Places of the passages to recompute whole; says so if the budget is too small for any."""
+        budget = self.options.repair_tokens
+        chosen = self.kb.repairs(self.question, self.passages, segments, seam, budget)
+        interiors = [seam.interior(len(segment)) for segment in segments]
+        if budget and not chosen and any(end > start for start, end in interiors):
+            self.warnings.append(
+                f"Nothing was repaired: passages are recomputed whole, and the best one has more "
+                f"than {budget} cached tokens. Give more repair_tokens, or none."
+            )
+        return chosen
 
     def _explain(self, states: Sequence[RequestState]) -> None:
         if states and all(isinstance(state, PendingState) for state in states):
@@ -732,7 +796,7 @@ class AnswerStream:
         return self._answer
 
     def _run(self) -> Generator[str]:
-        kb, sampling = self._work.kb, self._work.sampling
+        kb, sampling = self._work.kb, self._work.options.sampling
         tokens = self._timed(kb.engine.generate(self.context, sampling))
         try:
             for piece in stream_text(kb.prompt, tokens, self.token_ids):
@@ -770,7 +834,7 @@ class AnswerStream:
             sources=self.sources,
             tokens=generated,
             timings=timings,
-            mode=self._work.mode,
+            mode=self._work.options.mode,
             warnings=tuple(self._work.warnings),
         )
 

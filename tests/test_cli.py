@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from hypic_rag import cli
-from hypic_rag.engine import engine
+from hypic_rag import cli, knowledge_base
 from hypic_rag.families.model import HybridModel
+from hypic_rag.store import SegmentStore
 
 QUESTION = "Who is the captain of the ferry of Talmir?"
 
@@ -49,13 +49,13 @@ def run(
     small_model: HybridModel,
 ) -> Runner:
     # The shipped model is loaded once for all tests; anything else is loaded for real.
-    load = engine.load_model
+    load = knowledge_base.load_model
 
     def load_once(name: str = "small", *, device: str = "auto", dtype: str = "auto") -> HybridModel:
         plain = (name, device, dtype) == ("small", "auto", "auto")
         return small_model if plain else load(name, device=device, dtype=dtype)
 
-    monkeypatch.setattr(engine, "load_model", load_once)
+    monkeypatch.setattr(knowledge_base, "load_model", load_once)
     return Runner(capsys, monkeypatch)
 
 
@@ -97,6 +97,42 @@ def test_ingest_exits_non_zero_if_a_file_failed(
     assert "3 documents added" in result.out
 
 
+def test_states_are_stored_in_the_precision_asked_for(
+    run: Runner, documents: Path, tmp_path: Path
+) -> None:
+    sizes = {}
+    file = tmp_path / "settings.toml"
+    file.write_text('state_precision = "compact"\n')
+    for precision, options in (
+        ("exact", []),
+        ("low rank", ["--state-precision", "low rank"]),
+        ("compact", ["--config", file]),
+    ):
+        store = tmp_path / precision
+        result = run("ingest", documents, "--store", store, *options)
+        assert result.code == 0, result.err
+        told = json.loads(run("stats", "--store", store, "--json").out)
+        assert told["settings"]["state_precision"] == precision
+        sizes[precision] = told["statistics"]["state_bytes"]
+        # What a store was made with needn't be said again, nor is it changed by the file.
+        assert run("ingest", documents, "--store", store, "--config", file).code == 0
+        assert run("ask", QUESTION, "--store", store, "--max-tokens", 2).code == 0
+    assert sizes["exact"] > sizes["low rank"] > sizes["compact"]
+
+
+def test_a_store_is_opened_once(run: Runner, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+    real = SegmentStore.open
+
+    def counting(path: Path, *options: object, **more: object) -> SegmentStore:
+        opened.append(path)
+        return real(path, *options, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SegmentStore, "open", counting)
+    assert run("ask", QUESTION, "--store", store, "--max-tokens", 2).code == 0
+    assert opened == [store]
+
+
 def test_dry_run_creates_nothing(run: Runner, documents: Path, tmp_path: Path) -> None:
     result = run("ingest", documents, "--store", tmp_path / "kb", "--dry-run")
     assert result.code == 0
@@ -117,6 +153,19 @@ def test_ask_as_json(run: Runner, store: Path) -> None:
     exact = run("ask", QUESTION, "--store", store, "--exact", "--max-tokens", 4, "--json")
     assert json.loads(exact.out)["mode"] == "full"
     assert json.loads(exact.out)["tokens"]["reused"] == 0
+
+
+def test_repaired_tokens_are_computed(run: Runner, store: Path, tmp_path: Path) -> None:
+    few = ("ask", QUESTION, "--store", store, "--max-tokens", 2, "--json")
+    plain = json.loads(run(*few).out)["tokens"]
+    repaired = json.loads(run(*few, "--repair-tokens", 100000).out)["tokens"]
+    assert repaired["prompt"] == plain["prompt"]
+    assert repaired["computed"] > plain["computed"] + plain["prompt"] // 4
+    file = tmp_path / "settings.toml"
+    file.write_text("repair_tokens = 100000\n")
+    assert json.loads(run(*few, "--config", file).out)["tokens"] == repaired
+    talked = run("chat", "--store", store, "--max-tokens", 2, "--config", file, stdin=QUESTION)
+    assert f"{repaired['computed']} computed" in talked.err
 
 
 def test_ask_as_text(run: Runner, store: Path) -> None:
@@ -191,6 +240,8 @@ def test_system_prompt_from_a_file(run: Runner, store: Path, tmp_path: Path) -> 
         (["ask", QUESTION, "--top-k", "0"], "--top-k must be at least 1", 2),
         (["ask", QUESTION, "--mode", "fastest"], "Unknown mode 'fastest'", 2),
         (["ask", QUESTION, "--max-tokens", "0"], "max_tokens must be at least 1", 2),
+        (["ask", QUESTION, "--repair-tokens", "-1"], "repair_tokens must be a whole number", 2),
+        (["chat", "--repair-tokens", "-1"], "repair_tokens must be a whole number", 2),
         (["ask", "   "], "question is empty", 2),
         (["ask", "why " * 6000], "shorter question", 1),
         (["ask", QUESTION, "--model", "./no/such/model"], "There's no model", 1),
@@ -201,6 +252,8 @@ def test_system_prompt_from_a_file(run: Runner, store: Path, tmp_path: Path) -> 
         (["ingest", "/no/such/folder"], "No such file", 2),
         (["ingest", ".", "--seam", "wide"], "HEAD/TAIL", 2),
         (["ingest", ".", "--chunk-tokens", "64"], "is a store already", 2),
+        (["ingest", ".", "--state-precision", "half"], "is a store already", 2),
+        (["ingest", ".", "--state-precision", "tiny"], "exact, half, low rank, compact, small", 2),
     ],
 )
 def test_bad_input(run: Runner, store: Path, arguments: list[str], message: str, code: int) -> None:
@@ -210,7 +263,11 @@ def test_bad_input(run: Runner, store: Path, arguments: list[str], message: str,
 
 
 def test_what_is_refused_leaves_no_store(run: Runner, documents: Path, tmp_path: Path) -> None:
-    for arguments in (["/no/such/folder"], [documents, "--chunk-tokens", 1]):
+    for arguments in (
+        ["/no/such/folder"],
+        [documents, "--chunk-tokens", 1],
+        [documents, "--state-precision", "tiny"],
+    ):
         result = run("ingest", *arguments, "--store", tmp_path / "new")
         assert result.code == 2
         assert not (tmp_path / "new").exists()

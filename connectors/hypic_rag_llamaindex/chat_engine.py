@@ -72,12 +72,13 @@ class HypicChatEngine(BaseChatEngine):
         retriever: any retriever of LlamaIndex; by default the knowledge base's own.
         node_postprocessors: rerankers and their like, applied in turn.
         llm: generation settings and mode, made with this knowledge base.
+        repair_tokens: cached tokens that each turn may recompute; by default the LLM's setting.
         chat_history: a conversation to go on with.
         empty_response: what to answer as long as nothing was found.
         callback_manager: LlamaIndex's callbacks.
 
     Raises:
-        ConfigError: the LLM was made with another knowledge base.
+        ConfigError: the LLM was made with another knowledge base, or ``repair_tokens`` is negative.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class HypicChatEngine(BaseChatEngine):
         retriever: BaseRetriever | None = None,
         node_postprocessors: Sequence[BaseNodePostprocessor] = (),
         llm: HypicLLM | None = None,
+        repair_tokens: int | None = None,
         chat_history: Sequence[ChatMessage] | None = None,
         empty_response: str = "Empty Response",
         callback_manager: CallbackManager | None = None,
@@ -103,7 +105,12 @@ class HypicChatEngine(BaseChatEngine):
         for postprocessor in self._postprocessors:
             postprocessor.callback_manager = self.callback_manager
         mode = "full" if self._llm.exact else self._llm.mode
-        self._session = kb.chat(mode=mode, sampling=self._llm.sampling(), passages=())
+        self._session = kb.chat(
+            mode=mode,
+            sampling=self._llm.sampling(),
+            repair_tokens=self._llm.repair_tokens if repair_tokens is None else repair_tokens,
+            passages=(),
+        )
         self._empty_response = empty_response
         self._messages: list[ChatMessage] = []
         self._turn = threading.Lock()

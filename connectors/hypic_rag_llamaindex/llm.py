@@ -26,7 +26,16 @@ from llama_index.core.llms import CustomLLM
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.types import BaseOutputParser, PydanticProgramMode
 
-from hypic_rag import Answer, Engine, KnowledgeBase, Mode, Passage, Sampling, load_model
+from hypic_rag import (
+    Answer,
+    AnswerOptions,
+    Engine,
+    KnowledgeBase,
+    Mode,
+    Passage,
+    Sampling,
+    load_model,
+)
 from hypic_rag.errors import ConfigError
 from hypic_rag_llamaindex.checks import knowledge_base
 from hypic_rag_llamaindex.workers import StaysInProcess, iterate_in_worker
@@ -60,6 +69,7 @@ class HypicLLM(StaysInProcess, CustomLLM):
         max_tokens, temperature, top_p, seed: how answers are generated; greedy by default.
         mode: how cached states are put together.
         exact: recompute the whole prompt instead of using states.
+        repair_tokens: cached tokens that may be recomputed for a question over passages.
         callback_manager, system_prompt, messages_to_prompt, completion_to_prompt, output_parser,
         pydantic_program_mode: as in every LLM of LlamaIndex. The system prompt is that of plain
             prompts; over passages, the knowledge base's is served.
@@ -74,6 +84,7 @@ class HypicLLM(StaysInProcess, CustomLLM):
     seed: int | None = Field(description="Makes sampling repeatable.")
     mode: str = Field(description="How cached states are put together.")
     exact: bool = Field(description="Recompute the whole prompt.")
+    repair_tokens: int = Field(description="Cached tokens that may be recomputed.")
     _kb: KnowledgeBase | None = PrivateAttr()
     _engine: Engine = PrivateAttr()
     _own_completion: bool = PrivateAttr()
@@ -90,6 +101,7 @@ class HypicLLM(StaysInProcess, CustomLLM):
         seed: int | None = None,
         mode: Mode | str = Mode.SEAM,
         exact: bool = False,
+        repair_tokens: int = 0,
         callback_manager: CallbackManager | None = None,
         system_prompt: str | None = None,
         messages_to_prompt: Callable[[Sequence[ChatMessage]], str] | None = None,
@@ -99,7 +111,8 @@ class HypicLLM(StaysInProcess, CustomLLM):
     ) -> None:
         if (kb is None) == (model is None):
             raise ConfigError("HypicLLM takes a knowledge base or a model, one of the two.")
-        Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+        sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+        options = AnswerOptions.of(mode, sampling, repair_tokens)
         if kb is not None:
             engine = knowledge_base(kb, "HypicLLM").engine
         else:
@@ -109,8 +122,9 @@ class HypicLLM(StaysInProcess, CustomLLM):
             temperature=temperature,
             top_p=top_p,
             seed=seed,
-            mode=Mode.parse(mode).value,
+            mode=options.mode.value,
             exact=exact,
+            repair_tokens=repair_tokens,
             callback_manager=callback_manager or CallbackManager([]),
             system_prompt=system_prompt,
             messages_to_prompt=messages_to_prompt,
@@ -231,6 +245,7 @@ class HypicLLM(StaysInProcess, CustomLLM):
         passages: Sequence[Passage | str] = (),
         *,
         started: float | None = None,
+        repair_tokens: int | None = None,
         **kwargs: Any,
     ) -> CompletionResponse:
         """Answer a question from passages, whose cached states are reused.
@@ -239,12 +254,13 @@ class HypicLLM(StaysInProcess, CustomLLM):
             prompt: the question, in plain words.
             passages: what to answer from, in this order.
             started: when the caller began (``time.perf_counter()``), for the timings.
+            repair_tokens: of this call; by default the LLM's own.
             kwargs: generation settings of this call.
 
         Returns:
             The answer; ``raw`` is :meth:`hypic_rag.Answer.to_dict` and the usage of tokens.
         """
-        return _last(self._answer(prompt, passages, started, kwargs))
+        return _last(self._answer(prompt, passages, started, repair_tokens, kwargs))
 
     @llm_completion_callback()
     def stream_complete_from(
@@ -253,10 +269,11 @@ class HypicLLM(StaysInProcess, CustomLLM):
         passages: Sequence[Passage | str] = (),
         *,
         started: float | None = None,
+        repair_tokens: int | None = None,
         **kwargs: Any,
     ) -> CompletionResponseGen:
         """Like :meth:`complete_from`, piece by piece; ``raw`` comes with the last one."""
-        return self._answer(prompt, passages, started, kwargs)
+        return self._answer(prompt, passages, started, repair_tokens, kwargs)
 
     @llm_completion_callback()
     async def acomplete_from(
@@ -265,10 +282,11 @@ class HypicLLM(StaysInProcess, CustomLLM):
         passages: Sequence[Passage | str] = (),
         *,
         started: float | None = None,
+        repair_tokens: int | None = None,
         **kwargs: Any,
     ) -> CompletionResponse:
         """Like :meth:`complete_from`, in a worker thread."""
-        return await _alast(self._answer(prompt, passages, started, kwargs))
+        return await _alast(self._answer(prompt, passages, started, repair_tokens, kwargs))
 
     @llm_completion_callback()
     async def astream_complete_from(
@@ -277,10 +295,11 @@ class HypicLLM(StaysInProcess, CustomLLM):
         passages: Sequence[Passage | str] = (),
         *,
         started: float | None = None,
+        repair_tokens: int | None = None,
         **kwargs: Any,
     ) -> CompletionResponseAsyncGen:
         """Like :meth:`stream_complete_from`, in a worker thread."""
-        return iterate_in_worker(self._answer(prompt, passages, started, kwargs))
+        return iterate_in_worker(self._answer(prompt, passages, started, repair_tokens, kwargs))
 
     # -- how it's done ---------------------------------------------------------------------------
 
@@ -289,12 +308,15 @@ class HypicLLM(StaysInProcess, CustomLLM):
         question: str,
         passages: Sequence[Passage | str],
         started: float | None,
+        repair_tokens: int | None,
         settings: dict[str, Any],
     ) -> Generator[CompletionResponse]:
         if self._kb is None:
             raise ConfigError("Passages need a knowledge base: make this with HypicLLM(kb).")
         stops, sampling = self._settings(settings)
-        return self._answer_pieces(self._kb, question, passages, started, stops, sampling)
+        repair = self.repair_tokens if repair_tokens is None else repair_tokens
+        options = AnswerOptions.of(self.mode, sampling, repair, exact=self.exact)
+        return self._answer_pieces(self._kb, question, passages, started, stops, options)
 
     def _answer_pieces(
         self,
@@ -303,14 +325,14 @@ class HypicLLM(StaysInProcess, CustomLLM):
         passages: Sequence[Passage | str],
         started: float | None,
         stops: Sequence[str],
-        sampling: Sampling,
+        options: AnswerOptions,
     ) -> Generator[CompletionResponse]:
         stream = kb.stream_from(
             question,
             passages,
-            mode=self.mode,
-            exact=self.exact,
-            sampling=sampling,
+            mode=options.mode,
+            sampling=options.sampling,
+            repair_tokens=options.repair_tokens,
             started=started,
         )
         said = ""

@@ -63,6 +63,7 @@ class HypicQueryEngine(RetrieverQueryEngine):
         top_k: int = 5,
         filters: MetadataFilters | None = None,
         streaming: bool = False,
+        repair_tokens: int | None = None,
         node_postprocessors: Sequence[BaseNodePostprocessor] = (),
         llm: HypicLLM | None = None,
         callback_manager: CallbackManager | None = None,
@@ -70,7 +71,13 @@ class HypicQueryEngine(RetrieverQueryEngine):
         """A query engine that retrieves as ``KnowledgeBase.ask`` does, and answers the same."""
         return cls(
             HypicRetriever(kb, top_k=top_k, filters=filters, callback_manager=callback_manager),
-            HypicSynthesizer(kb, llm=llm, streaming=streaming, callback_manager=callback_manager),
+            HypicSynthesizer(
+                kb,
+                llm=llm,
+                streaming=streaming,
+                repair_tokens=repair_tokens,
+                callback_manager=callback_manager,
+            ),
             list(node_postprocessors),
             callback_manager,
         )
@@ -86,6 +93,7 @@ class HypicQueryEngine(RetrieverQueryEngine):
         *,
         kb: KnowledgeBase | None = None,
         streaming: bool = False,
+        repair_tokens: int | None = None,
         **unsupported: Any,
     ) -> HypicQueryEngine:
         """As LlamaIndex's; give ``kb``, an ``llm`` made with one, or a ``response_synthesizer``.
@@ -104,7 +112,11 @@ class HypicQueryEngine(RetrieverQueryEngine):
             if kb is None and llm is None:
                 raise ConfigError("Give kb=, llm=HypicLLM(kb) or a HypicSynthesizer.")
             response_synthesizer = HypicSynthesizer(
-                kb, llm=llm, streaming=streaming, callback_manager=callback_manager
+                kb,
+                llm=llm,
+                streaming=streaming,
+                repair_tokens=repair_tokens,
+                callback_manager=callback_manager,
             )
         return cls(retriever, response_synthesizer, node_postprocessors, callback_manager)
 

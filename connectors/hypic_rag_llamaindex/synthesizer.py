@@ -28,7 +28,7 @@ from llama_index.core.response_synthesizers import BaseSynthesizer
 from llama_index.core.schema import NodeWithScore, QueryBundle, QueryType
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 
-from hypic_rag import KnowledgeBase, Passage, Source
+from hypic_rag import AnswerOptions, KnowledgeBase, Passage, Source
 from hypic_rag.errors import ConfigError
 from hypic_rag_llamaindex.checks import question_text
 from hypic_rag_llamaindex.events import dispatcher
@@ -58,11 +58,14 @@ class HypicSynthesizer(BaseSynthesizer):
         llm: generation settings, mode and events, instead of the default ones; made with a
             knowledge base, it can be given alone.
         streaming: answer piece by piece.
+        repair_tokens: cached tokens that may be recomputed for an answer, the best-scored nodes
+            first; by default the LLM's setting.
         callback_manager: LlamaIndex's callbacks.
         empty_response: what to answer when there are no nodes.
 
     Raises:
-        ConfigError: there's no knowledge base, or the LLM isn't one made with it.
+        ConfigError: there's no knowledge base, the LLM isn't one made with it, or ``repair_tokens``
+            is negative.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class HypicSynthesizer(BaseSynthesizer):
         *,
         llm: HypicLLM | None = None,
         streaming: bool = False,
+        repair_tokens: int | None = None,
         callback_manager: CallbackManager | None = None,
         empty_response: str | None = None,
     ) -> None:
@@ -84,6 +88,9 @@ class HypicSynthesizer(BaseSynthesizer):
         self._kb = chosen.kb
         self._hypic_llm = chosen
         super().__init__(llm=chosen, callback_manager=callback_manager, streaming=streaming)
+        if repair_tokens is not None:
+            AnswerOptions(repair_tokens=repair_tokens)  # refuses a wrong number now
+        self._repair_tokens = repair_tokens
         self._nothing_found = empty_response or "Empty Response"
 
     @property
@@ -112,7 +119,8 @@ class HypicSynthesizer(BaseSynthesizer):
     ) -> RESPONSE_TYPE:
         """Answer from nodes.
 
-        ``response_kwargs`` are generation settings, and ``started``, when the caller began.
+        ``response_kwargs`` are generation settings, ``repair_tokens``, and ``started``, when the
+        caller began.
         """
         dispatcher.event(SynthesizeStartEvent(query=query))
         question = _text_of(query)
@@ -127,11 +135,15 @@ class HypicSynthesizer(BaseSynthesizer):
             changed = changed_nodes(self._kb, nodes)
             response: RESPONSE_TYPE
             if self._streaming:
-                pieces = self._hypic_llm.stream_complete_from(question, passages, **response_kwargs)
+                pieces = self._hypic_llm.stream_complete_from(
+                    question, passages, **self._with_repairs(response_kwargs)
+                )
                 text = _texts(pieces, report, changed)
                 response = StreamingResponse(text, sources, self._metadata(sources, report))
             else:
-                said = self._hypic_llm.complete_from(question, passages, **response_kwargs)
+                said = self._hypic_llm.complete_from(
+                    question, passages, **self._with_repairs(response_kwargs)
+                )
                 _fill(report, said, changed)
                 response = Response(said.text.strip(), sources, self._metadata(sources, report))
             event.on_end(payload={EventPayload.RESPONSE: response})
@@ -160,12 +172,14 @@ class HypicSynthesizer(BaseSynthesizer):
             response: RESPONSE_TYPE
             if self._streaming:
                 pieces = await self._hypic_llm.astream_complete_from(
-                    question, passages, **response_kwargs
+                    question, passages, **self._with_repairs(response_kwargs)
                 )
                 text = _atexts(pieces, report, changed)
                 response = AsyncStreamingResponse(text, sources, self._metadata(sources, report))
             else:
-                said = await self._hypic_llm.acomplete_from(question, passages, **response_kwargs)
+                said = await self._hypic_llm.acomplete_from(
+                    question, passages, **self._with_repairs(response_kwargs)
+                )
                 _fill(report, said, changed)
                 response = Response(said.text.strip(), sources, self._metadata(sources, report))
             event.on_end(payload={EventPayload.RESPONSE: response})
@@ -179,10 +193,12 @@ class HypicSynthesizer(BaseSynthesizer):
         """Answer from texts, each as one segment."""
         if self._streaming:
             pieces = self._hypic_llm.stream_complete_from(
-                query_str, list(text_chunks), **response_kwargs
+                query_str, list(text_chunks), **self._with_repairs(response_kwargs)
             )
             return _texts(pieces, {}, ())
-        said = self._hypic_llm.complete_from(query_str, list(text_chunks), **response_kwargs)
+        said = self._hypic_llm.complete_from(
+            query_str, list(text_chunks), **self._with_repairs(response_kwargs)
+        )
         return str(said.text).strip()
 
     async def aget_response(
@@ -191,13 +207,18 @@ class HypicSynthesizer(BaseSynthesizer):
         """Like :meth:`get_response`, with the model in a worker thread."""
         if self._streaming:
             pieces = await self._hypic_llm.astream_complete_from(
-                query_str, list(text_chunks), **response_kwargs
+                query_str, list(text_chunks), **self._with_repairs(response_kwargs)
             )
             return _atexts(pieces, {}, ())
-        said = await self._hypic_llm.acomplete_from(query_str, list(text_chunks), **response_kwargs)
+        said = await self._hypic_llm.acomplete_from(
+            query_str, list(text_chunks), **self._with_repairs(response_kwargs)
+        )
         return str(said.text).strip()
 
     # -- how it's done ---------------------------------------------------------------------------
+
+    def _with_repairs(self, settings: dict[str, Any]) -> dict[str, Any]:
+        return {"repair_tokens": self._repair_tokens, **settings}
 
     def _metadata(self, sources: Sequence[NodeWithScore], report: dict[str, Any]) -> dict[str, Any]:
         found = self._get_metadata_for_response([source.node for source in sources])

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hypic_rag.config import Seam
 from hypic_rag.errors import ConfigError
 from hypic_rag.segments import Segment
-from hypic_rag.states import SegmentState
 
-__all__ = ["choose_repairs", "repair_segments"]
+__all__ = ["choose_repairs", "choose_segments"]
 
 
 def choose_repairs(costs: Sequence[int], scores: Sequence[float], budget: int) -> list[int]:
@@ -43,23 +43,22 @@ def choose_repairs(costs: Sequence[int], scores: Sequence[float], budget: int) -
     return chosen
 
 
-def repair_segments(
-    segments: Sequence[Segment],
-    states: Sequence[SegmentState | None],
-    scores: Sequence[float],
-    budget: int,
-) -> tuple[SegmentState | None, ...]:
-    """States with those of the best-scored segments left out, so that they're recomputed whole.
+def choose_segments(
+    segments: Sequence[Segment], seam: Seam, scores: Sequence[float], budget: int
+) -> frozenset[int]:
+    """Which segments to recompute whole: the best-scored ones whose interiors fit the budget.
+
+    A segment's state can't be cut, so a part of one can't be recomputed in its place. Segments
+    without an interior are computed anyway and cost nothing.
 
     Args:
         segments: in prompt order.
-        states: their cached states.
+        seam: widths that are computed without a budget.
         scores: how relevant each segment is to the question, such as a retriever's.
         budget: interior tokens that may be recomputed beside the seams and the question.
+
+    Raises:
+        ConfigError: as :func:`choose_repairs`.
     """
-    costs = []
-    for segment, state in zip(segments, states, strict=True):
-        start, end = state.seam.interior(len(segment)) if state else (0, 0)
-        costs.append(end - start)
-    repaired = set(choose_repairs(costs, scores, budget))
-    return tuple(None if index in repaired else state for index, state in enumerate(states))
+    interiors = [seam.interior(len(segment)) for segment in segments]
+    return frozenset(choose_repairs([end - start for start, end in interiors], scores, budget))

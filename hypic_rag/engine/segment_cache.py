@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -134,14 +134,21 @@ class SegmentCache:
         if state is not None:
             self._store.save_state(self.key(segment, seam), state)
 
-    def load(self, segments: Sequence[Segment], seam: Seam) -> tuple[RequestState, ...]:
+    def load(
+        self, segments: Sequence[Segment], seam: Seam, skip: Collection[int] = ()
+    ) -> tuple[RequestState, ...]:
         """The states of ``segments`` as far as they're stored; no model runs.
 
-        None stands for a segment that is too short to have an interior, a
+        None stands for a segment that is too short to have an interior, or whose place is in
+        ``skip``; a
         :class:`~hypic_rag.engine.pending.PendingState` for one whose state is missing or damaged.
         """
         found: list[RequestState] = [None] * len(segments)
-        cached = [i for i, each in enumerate(segments) if seam.interior(len(each)) != (0, 0)]
+        cached = [
+            place
+            for place, segment in enumerate(segments)
+            if place not in skip and seam.interior(len(segment)) != (0, 0)
+        ]
         loaded = self._store.load_states([self.key(segments[i], seam) for i in cached])
         for index, state in zip(cached, loaded, strict=True):
             pending = PendingState(segments[index], seam, self._conditioning)

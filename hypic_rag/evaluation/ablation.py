@@ -16,12 +16,10 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from hypic_rag.config import Mode, Seam
 from hypic_rag.engine.engine import load_model
@@ -32,16 +30,16 @@ from hypic_rag.evaluation.cells import (
     Conditioner,
     Encodings,
     Outcome,
-    reference_outcomes,
     run_cell,
     without_transition,
 )
 from hypic_rag.evaluation.charts import Axis, Point, Series, chart
 from hypic_rag.evaluation.metrics import Interval, bootstrap
-from hypic_rag.evaluation.trials import TrialMaker
+from hypic_rag.evaluation.runs import Found, Record, parse_shard, read_records, run_missing
+from hypic_rag.evaluation.trials import Trial, TrialMaker
 from hypic_rag.families.model import HybridModel
 
-__all__ = ["STAGES", "Record", "Row", "Stage", "read_records", "run", "summarize", "to_markdown"]
+__all__ = ["STAGES", "Row", "Stage", "run", "summarize", "to_markdown"]
 
 WIDTHS = (0, 2, 4, 8, 16, 32)
 DEFAULT, PAPER = Seam(), Seam(8, 8)
@@ -92,59 +90,6 @@ STAGES = (
 """Everything, the most telling first."""
 
 
-@dataclass(frozen=True)
-class Record:
-    """What one cell made of one context's questions."""
-
-    cell: str
-    chunks: int
-    seed: int
-    outcomes: tuple[Outcome, ...]
-
-    @property
-    def key(self) -> tuple[str, int, int]:
-        """What makes a record unique."""
-        return self.cell, self.chunks, self.seed
-
-    def to_json(self) -> str:
-        """One line."""
-        rows = [dataclasses.astuple(outcome) for outcome in self.outcomes]
-        return json.dumps([self.cell, self.chunks, self.seed, rows])
-
-    @classmethod
-    def from_json(cls, line: str) -> Record:
-        """Inverse of :meth:`to_json`."""
-        cell, chunks, seed, rows = json.loads(line)
-        return cls(cell, chunks, seed, tuple(Outcome(*row) for row in rows))
-
-
-def read_records(folder: Path, model: HybridModel) -> dict[tuple[str, int, int], Record]:
-    """All records of a model in a folder, from whatever processes; torn lines are left out."""
-    found = {}
-    for path in sorted(folder.glob(f"{model.fingerprint[:12]}.*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                record = Record.from_json(line)
-            except (ValueError, TypeError):
-                continue
-            found[record.key] = record
-    return found
-
-
-def append_records(
-    folder: Path, model: HybridModel, shard: tuple[int, int], records: Sequence[Record]
-) -> None:
-    """Append to this shard's file; a line that a stopped process tore is ended first."""
-    if not records:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    own = folder / f"{model.fingerprint[:12]}.{shard[0]}of{shard[1]}.jsonl"
-    torn = own.exists() and not own.read_bytes().endswith(b"\n")
-    with own.open("a", encoding="utf-8") as file:
-        file.write("\n" if torn else "")
-        file.writelines(record.to_json() + "\n" for record in records)
-
-
 def run(
     model: HybridModel,
     folder: Path,
@@ -166,56 +111,42 @@ def run(
         unit: contexts at once, at 8 chunks.
         words: shortest and longest chunk in words.
     """
-    done = set(read_records(folder, model))
     maker = TrialMaker(model, words)
     conditioner = Conditioner(maker)
-    with torch.inference_mode():
-        for stage in stages:
-            began = time.monotonic()
-            seeds = range(shard[0], contexts, shard[1])
-            size = max(1, unit * 8 // stage.chunks)
-            for start in range(0, len(seeds), size):
-                chosen = seeds[start : start + size]
-                fresh = list(_unit(maker, conditioner, stage, chosen, done))
-                append_records(folder, model, shard, fresh)
-                done.update(record.key for record in fresh)
-            took = time.monotonic() - began
-            print(f"{stage.name}, {stage.chunks} chunks: {took:.0f} s", flush=True)
+    for stage in stages:
+        began = time.monotonic()
+        cells = {cell.name: cell for cell in stage.cells}
+
+        def measure(trials: list[Trial], names: list[str], cells: dict[str, Cell] = cells) -> Found:
+            return _measure(conditioner, trials, [cells[name] for name in names])
+
+        run_missing(
+            maker,
+            folder,
+            list(cells),
+            measure,
+            chunks=stage.chunks,
+            contexts=contexts,
+            shard=shard,
+            unit=max(1, unit * 8 // stage.chunks),
+        )
+        took = time.monotonic() - began
+        print(f"{stage.name}, {stage.chunks} chunks: {took:.0f} s", flush=True)
 
 
-def _unit(
-    maker: TrialMaker,
-    conditioner: Conditioner,
-    stage: Stage,
-    seeds: Sequence[int],
-    done: set[tuple[str, int, int]],
-) -> Iterator[Record]:
-    """Records that are still missing for a few contexts."""
-    wanted = [
-        cell
-        for cell in stage.cells
-        if any((cell.name, stage.chunks, seed) not in done for seed in seeds)
-    ]
-    full = [seed for seed in seeds if ("full", stage.chunks, seed) not in done]
-    if not wanted and not full:
-        return
-    trials = [maker.with_references(maker.trial(seed, stage.chunks)) for seed in seeds]
-    for trial in trials:
-        if trial.seed in full:
-            mine = tuple(reference_outcomes(trial))
-            yield Record("full", stage.chunks, trial.seed, mine)
-    for name in dict.fromkeys(cell.conditioning for cell in wanted):
-        cells = [cell for cell in wanted if cell.conditioning == name]
+def _measure(conditioner: Conditioner, trials: list[Trial], cells: list[Cell]) -> Found:
+    """Outcomes of ``cells``; those with one conditioning share their encodings."""
+    model = conditioner.model
+    for name in dict.fromkeys(cell.conditioning for cell in cells):
+        mine = [cell for cell in cells if cell.conditioning == name]
         bases = [conditioner.of(name, trial) for trial in trials]
-        widths = sorted({width for cell in cells for width in (cell.seam.head, cell.seam.tail)})
-        encodings = Encodings(maker.model, trials, bases, widths)
-        for cell in cells:
+        widths = sorted({width for cell in mine for width in (cell.seam.head, cell.seam.tail)})
+        encodings = Encodings(model, trials, bases, widths)
+        for cell in mine:
             states = encodings.states(cell.seam)
             if cell.identity:
                 states = [tuple(map(without_transition, held)) for held in states]
-            found = run_cell(maker.model, trials, states, cell.mode)
-            for trial, outcomes in zip(trials, found, strict=True):
-                yield Record(cell.name, stage.chunks, trial.seed, tuple(outcomes))
+            yield cell.name, run_cell(model, trials, states, cell.mode)
 
 
 # --------------------------------------------------------------------------------------------
@@ -345,14 +276,6 @@ def report(rows: Sequence[Row]) -> str:
 # --------------------------------------------------------------------------------------------
 # Command line
 # --------------------------------------------------------------------------------------------
-
-
-def parse_shard(text: str) -> tuple[int, int]:
-    """``NUMBER/COUNT``: which part of the work a process does."""
-    number, slash, count = text.partition("/")
-    if not slash or not number.isdecimal() or not count.isdecimal() or int(number) >= int(count):
-        raise ConfigError(f"A shard is NUMBER/COUNT with NUMBER < COUNT, not {text!r}.")
-    return int(number), int(count)
 
 
 def _stages(text: str | None) -> list[Stage]:

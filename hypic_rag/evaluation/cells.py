@@ -110,6 +110,7 @@ class Conditioner:
     """Prefixes that segments are encoded behind."""
 
     def __init__(self, maker: TrialMaker) -> None:
+        self.model = maker.model
         self._maker = maker
         self._held: dict[str, Context | None] = {}
 

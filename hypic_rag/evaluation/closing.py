@@ -26,17 +26,12 @@ from hypic_rag.engine.assemble import Request, assemble
 from hypic_rag.engine.context import attention_kv
 from hypic_rag.engine.engine import load_model
 from hypic_rag.engine.pieces import encode_pieces, join_pieces
-from hypic_rag.engine.repair import choose_repairs
+from hypic_rag.engine.repair import choose_repairs, choose_segments
 from hypic_rag.errors import ConfigError
-from hypic_rag.evaluation.ablation import Record, append_records, read_records, summarize
-from hypic_rag.evaluation.cells import (
-    Conditioner,
-    Outcome,
-    reference_outcomes,
-    run_cell,
-    score_requests,
-)
+from hypic_rag.evaluation.ablation import summarize
+from hypic_rag.evaluation.cells import Conditioner, Outcome, run_cell, score_requests
 from hypic_rag.evaluation.fidelity import position_deviation
+from hypic_rag.evaluation.runs import Found, parse_shard, read_records, run_missing
 from hypic_rag.evaluation.trials import Asked, Trial, TrialMaker, rank_segments, word_scores
 from hypic_rag.families.base import AttentionInputs, LinearSpec
 from hypic_rag.families.model import HybridModel
@@ -47,6 +42,7 @@ from hypic_rag.states import AttentionState, SegmentState
 
 __all__ = ["IDEAS", "sentence_cuts"]
 
+_PREFIX = "idea/"
 CONDITIONING = "other"
 HEAD = Seam().head
 BUDGETS = (32, 64, 128, 256)
@@ -125,6 +121,23 @@ class Bench:
         segments = tuple(piece.segment for piece in pieces)
         return Request(segments, states, tail, self.trials[place].base)
 
+    def widened(self, place: int, number: int, width: int) -> list[Piece]:
+        """A trial's pieces, with ``width`` more tokens of segment ``number`` behind its head.
+
+        The segment must have more tokens than that.
+        """
+        trial = self.trials[place]
+        segment, cut = trial.segments[number], HEAD + width
+        base = self.conditioner.of(CONDITIONING, trial)
+        _, rest = encode_pieces(self.maker.model, [segment], [(cut,)], [base])[0]
+        wide = [
+            Piece(number, Segment(segment.token_ids[:cut]), None),
+            Piece(number, Segment(segment.token_ids[cut:]), rest),
+        ]
+        pieces = self.pieces[place]
+        before = [piece for piece in pieces if piece.number < number]
+        return [*before, *wide, *(piece for piece in pieces if piece.number > number)]
+
     def score(self, choose: Callable[[int, Asked], set[int]]) -> list[list[Outcome]]:
         """Outcomes when ``choose`` says which pieces to repair for each question."""
         chosen: dict[tuple[int, str], set[int]] = {}
@@ -193,6 +206,34 @@ def sentences(budget: int, by: str) -> Idea:
             return set(choose_repairs([piece.cost for piece in pieces], scores, budget))
 
         return bench.score(choose)
+
+    return run
+
+
+def segments_within(budget: int, *, widen: bool = False) -> Idea:
+    """Recompute the best-ranked segments whole as far as a budget of tokens goes.
+
+    That's what ``repair_tokens`` does. With ``widen`` what's left of the budget goes to the first
+    tokens behind the head of the next segment in the ranking.
+    """
+
+    def run(bench: Bench) -> list[list[Outcome]]:
+        def make(place: int, asked: Asked, end: tuple[int, ...]) -> Request:
+            segments = bench.trials[place].segments
+            scores = word_scores(asked.text, [segment.text for segment in segments])
+            chosen = choose_segments(segments, Seam(), scores, budget)
+            pieces = bench.pieces[place]
+            if widen:
+                spent = sum(piece.cost for piece in pieces if piece.number in chosen)
+                ranked = rank_segments(asked.text, segments)
+                left = [number for number in ranked if number not in chosen]
+                if left and spent < budget:
+                    pieces = bench.widened(place, left[0], budget - spent)
+            states = tuple(None if piece.number in chosen else piece.state for piece in pieces)
+            runs = tuple(piece.segment for piece in pieces)
+            return Request(runs, states, asked.question + end, bench.trials[place].base)
+
+        return score_requests(bench.maker.model, bench.trials, make)
 
     return run
 
@@ -335,6 +376,11 @@ IDEAS: dict[str, Idea] = {
     "true keys and values, cached states": oracle(True),
     "cached keys and values, true states": oracle(False),
     **{f"best {count} segments whole": whole_segments(count) for count in (1, 2, 4)},
+    **{f"{budget} tokens of segments": segments_within(budget) for budget in BUDGETS},
+    **{
+        f"{budget} tokens of segments and a wider head": segments_within(budget, widen=True)
+        for budget in BUDGETS
+    },
     "segments with the facts whole": whole_segments(0, known=True),
     **{
         f"{budget} tokens of sentences by {by}": sentences(budget, by)
@@ -365,30 +411,22 @@ def run(
     """Run what's missing of the ideas on contexts 0, 1, … and append it to this shard's file."""
     maker = TrialMaker(model, words)
     conditioner = Conditioner(maker)
-    chosen = list(IDEAS) if names is None else list(names)
-    done = set(read_records(folder, model))
-    seeds = range(shard[0], contexts, shard[1])
-    with torch.inference_mode():
-        for start in range(0, len(seeds), unit):
-            mine = seeds[start : start + unit]
-            wanted = [
-                name
-                for name in chosen
-                if any((f"idea/{name}", chunks, seed) not in done for seed in mine)
-            ]
-            if not wanted:
-                continue
-            trials = [maker.with_references(maker.trial(seed, chunks)) for seed in mine]
-            bench = Bench(maker, conditioner, trials)
-            records = [
-                Record("full", chunks, trial.seed, tuple(reference_outcomes(trial)))
-                for trial in trials
-                if ("full", chunks, trial.seed) not in done
-            ]
-            for name in wanted:
-                for trial, outcomes in zip(trials, IDEAS[name](bench), strict=True):
-                    records.append(Record(f"idea/{name}", chunks, trial.seed, tuple(outcomes)))
-            append_records(folder, model, shard, records)
+
+    def measure(trials: list[Trial], wanted: list[str]) -> Found:
+        bench = Bench(maker, conditioner, trials)
+        for name in wanted:
+            yield name, IDEAS[name.removeprefix(_PREFIX)](bench)
+
+    run_missing(
+        maker,
+        folder,
+        [_PREFIX + name for name in (IDEAS if names is None else names)],
+        measure,
+        chunks=chunks,
+        contexts=contexts,
+        shard=shard,
+        unit=unit,
+    )
 
 
 def to_markdown(model: HybridModel, folder: Path, chunks: int = 8) -> str:
@@ -405,7 +443,7 @@ def to_markdown(model: HybridModel, folder: Path, chunks: int = 8) -> str:
         "|---|---|---|---|---|---|",
     ]
     for name in IDEAS:
-        row = rows.get(f"idea/{name}")
+        row = rows.get(_PREFIX + name)
         if row is None:
             continue
         lines.append(
@@ -417,8 +455,6 @@ def to_markdown(model: HybridModel, folder: Path, chunks: int = 8) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    from hypic_rag.evaluation.ablation import parse_shard
-
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

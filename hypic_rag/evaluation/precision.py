@@ -24,21 +24,18 @@ import torch
 from hypic_rag.config import Mode, Seam
 from hypic_rag.engine.encode import encode_segments
 from hypic_rag.engine.engine import load_model
-from hypic_rag.evaluation.ablation import (
-    Record,
-    append_records,
-    parse_shard,
-    read_records,
-    summarize,
-)
-from hypic_rag.evaluation.cells import Conditioner, Encodings, reference_outcomes, run_cell
-from hypic_rag.evaluation.trials import TrialMaker
+from hypic_rag.evaluation.ablation import summarize
+from hypic_rag.evaluation.cells import Conditioner, Encodings, run_cell
+from hypic_rag.evaluation.runs import Found, parse_shard, read_records, run_missing
+from hypic_rag.evaluation.trials import Trial, TrialMaker
 from hypic_rag.families.model import HybridModel, wrap
 from hypic_rag.segments import Segment
 from hypic_rag.states import SegmentState
 from hypic_rag.store.compression import LEVELS, Precision, compress, transition_report
 
 __all__ = ["VARIANTS", "run", "sizes"]
+
+_PREFIX = "precision/"
 
 VARIANTS: dict[str, Precision] = {
     **LEVELS,
@@ -68,36 +65,25 @@ def run(
     """Run what's missing and append it to this shard's file."""
     maker = TrialMaker(model, words)
     conditioner = Conditioner(maker)
-    done = set(read_records(folder, model))
-    chosen = list(VARIANTS) if variants is None else list(variants)
-    seeds = range(shard[0], contexts, shard[1])
-    with torch.inference_mode():
-        for start in range(0, len(seeds), unit):
-            mine = seeds[start : start + unit]
-            wanted = [
-                name
-                for name in chosen
-                if any((f"precision/{name}", chunks, seed) not in done for seed in mine)
-            ]
-            if not wanted:
-                continue
-            trials = [maker.with_references(maker.trial(seed, chunks)) for seed in mine]
-            records = [
-                Record("full", chunks, trial.seed, tuple(reference_outcomes(trial)))
-                for trial in trials
-                if ("full", chunks, trial.seed) not in done
-            ]
-            bases = [conditioner.of("other", trial) for trial in trials]
-            states = Encodings(model, trials, bases, (Seam().head,)).states(Seam())
-            for name in wanted:
-                changed = [
-                    tuple(_through(state, VARIANTS[name]) for state in held) for held in states
-                ]
-                for trial, outcomes in zip(
-                    trials, run_cell(model, trials, changed, Mode.SEAM), strict=True
-                ):
-                    records.append(Record(f"precision/{name}", chunks, trial.seed, tuple(outcomes)))
-            append_records(folder, model, shard, records)
+
+    def measure(trials: list[Trial], names: list[str]) -> Found:
+        bases = [conditioner.of("other", trial) for trial in trials]
+        states = Encodings(model, trials, bases, (Seam().head,)).states(Seam())
+        for name in names:
+            precision = VARIANTS[name.removeprefix(_PREFIX)]
+            changed = [tuple(_through(state, precision) for state in held) for held in states]
+            yield name, run_cell(model, trials, changed, Mode.SEAM)
+
+    run_missing(
+        maker,
+        folder,
+        [_PREFIX + name for name in (VARIANTS if variants is None else variants)],
+        measure,
+        chunks=chunks,
+        contexts=contexts,
+        shard=shard,
+        unit=unit,
+    )
 
 
 def _through(state: SegmentState | None, precision: Precision) -> SegmentState | None:
@@ -208,7 +194,7 @@ def to_markdown(model: HybridModel, folder: Path, levels: dict[str, Any], chunks
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, size in levels.items():
-        row = rows.get(f"precision/{name}")
+        row = rows.get(_PREFIX + name)
         if row is None:
             continue
         lines.append(

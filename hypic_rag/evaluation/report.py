@@ -196,7 +196,7 @@ def _seam_chart(report: VerifyReport) -> str:
     points = []
     for variant in report.variants:
         kind, _, seam = variant.name.partition(" ")
-        if kind == "seam" and variant.compared:
+        if kind == "seam" and variant.compared and "+" not in seam:
             head, _, tail = seam.partition("/")
             width, kl = int(head) + int(tail), variant.kl
             points.append(Point(width, kl.mean, kl.low, kl.high, seam))

@@ -45,7 +45,7 @@ from hypic_rag.evaluation.metrics import (
     token_f1,
 )
 from hypic_rag.ingest.sentences import sentence_spans
-from hypic_rag.knowledge_base import KnowledgeBase
+from hypic_rag.knowledge_base import KnowledgeBase, Passage
 from hypic_rag.segments import Segment
 from hypic_rag.states import SegmentState
 
@@ -81,23 +81,28 @@ class Variant:
 
     mode: Mode
     seam: Seam
+    repair_tokens: int = 0
 
     @property
     def name(self) -> str:
-        """Such as ``seam 4/0`` or ``addition``."""
-        return f"seam {self.seam}" if self.mode is Mode.SEAM else self.mode.value
+        """Such as ``seam 4/0``, ``seam 4/0 + 64`` (tokens repaired) or ``addition``."""
+        name = f"seam {self.seam}" if self.mode is Mode.SEAM else self.mode.value
+        return f"{name} + {self.repair_tokens}" if self.repair_tokens else name
 
 
-def variants_of(modes: Iterable[Mode], seams: Iterable[Seam]) -> list[Variant]:
-    """All modes but ``full``, the mode ``seam`` once per seam.
+def variants_of(
+    modes: Iterable[Mode], seams: Iterable[Seam], repairs: Iterable[int] = (0,)
+) -> list[Variant]:
+    """All modes but ``full``, the mode ``seam`` once per seam and budget of repaired tokens.
 
     Raises:
         ConfigError: nothing is left to compare.
     """
     found = []
+    budgets = list(repairs)
     for mode in modes:
         if mode is Mode.SEAM:
-            found += [Variant(mode, seam) for seam in seams]
+            found += [Variant(mode, seam, budget) for seam in seams for budget in budgets]
         elif mode is not Mode.FULL:
             found.append(Variant(mode, Seam(0, 0)))
     if not found:
@@ -253,6 +258,7 @@ class _Case:
     """One question, its prompt and full recompute of it."""
 
     question: Question
+    passages: Sequence[Passage]
     request: Request
     reference: Reference
     attention: dict[int, Tensor]
@@ -338,7 +344,8 @@ class _Verifier:
     def case(self, question: Question) -> _Case:
         kb = self.kb
         sources = kb.retrieve(question.text, self.top_k)
-        segments = tuple(kb.prompt.segment(source.text) for source in sources)
+        passages = [Passage(source.text, source) for source in sources]
+        segments = tuple(kb.segment_of(passage) for passage in passages)
         asked = kb.prompt.question(question.text)
         base = kb.prefix(kb.system_prompt)[0]
         request = Request(segments, (None,) * len(segments), asked, base)
@@ -346,7 +353,7 @@ class _Verifier:
             context, seconds = self._timed("full", lambda: kb.engine.recompute(request))
             attention = dict(outputs)
         known = Reference(context, greedy(kb.model, context, self.limit, self.stops))
-        return _Case(question, request, known, attention, seconds)
+        return _Case(question, passages, request, known, attention, seconds)
 
     def _timed(self, name: str, run: Callable[[], Context]) -> tuple[Context, float]:
         """The result, and the fastest of some runs up to the first token."""
@@ -378,7 +385,7 @@ class _Verifier:
         kb = self.kb
         segments = case.request.segments
         try:
-            states = self.states(segments, variant)
+            states = self.repaired(case, variant, self.states(segments, variant))
             request = dataclasses.replace(case.request, states=states)
             plans = []
 
@@ -425,6 +432,19 @@ class _Verifier:
         fresh = self.kb.engine.encode(distinct, variant.seam, self.conditioning)
         found = dict(zip(distinct, fresh, strict=True))
         return tuple(found[segment] for segment in segments)
+
+    def repaired(
+        self, case: _Case, variant: Variant, states: tuple[SegmentState | None, ...]
+    ) -> tuple[SegmentState | None, ...]:
+        """``states`` without those of the passages that the variant recomputes whole."""
+        chosen = self.kb.repairs(
+            case.question.text,
+            case.passages,
+            case.request.segments,
+            variant.seam,
+            variant.repair_tokens,
+        )
+        return tuple(None if place in chosen else state for place, state in enumerate(states))
 
     def _answer(self, case: _Case, context: Context, logits: Tensor, found: Comparison) -> str:
         """The variant's own greedy answer; decoding starts where it parts from the reference."""

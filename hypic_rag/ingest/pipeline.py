@@ -60,7 +60,8 @@ class IngestReport:
         failed: (source, reason) of documents that couldn't be read.
         chunks: chunks of added and updated documents.
         tokens: tokens of all segments that were encoded.
-        state_bytes: bytes that the chunks' states take, whether written now or found.
+        state_bytes: bytes that the chunks' states take in memory, whether written now or found; a
+            store that compresses them takes less on the disk.
         seconds: wall-clock time.
     """
 

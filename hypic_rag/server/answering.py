@@ -114,7 +114,11 @@ class Answering:
             if kept is not None and _is_current(kb, kept):
                 return kept, "continued"
         session = kb.chat(
-            top_k=call.top_k, mode=call.mode, sampling=call.sampling, passages=call.passages
+            top_k=call.top_k,
+            mode=call.mode,
+            sampling=call.sampling,
+            repair_tokens=call.repair_tokens,
+            passages=call.passages,
         )
         if call.history:
             session.restore(call.history, call.filters)
@@ -138,7 +142,8 @@ def _identity(tenant: str, kb: KnowledgeBase, call: ChatCall) -> list[Any]:
     passages = None
     if call.passages is not None:
         passages = [passage.text for passage in call.passages]
-    return [tenant, kb.system_prompt, call.mode, call.top_k, repr(call.filters), passages]
+    how = [call.mode, call.repair_tokens, call.top_k, repr(call.filters)]
+    return [tenant, kb.system_prompt, *how, passages]
 
 
 def _documents(kb: KnowledgeBase, sources: tuple[Source, ...]) -> tuple[int | None, ...]:

@@ -51,6 +51,10 @@ def serve(
     mode: Annotated[
         str | None, typer.Option("--mode", help=f"One of {', '.join(Mode)}. [default: seam]")
     ] = None,
+    repair_tokens: Annotated[
+        int | None,
+        typer.Option("--repair-tokens", help="Cached tokens recomputed a request. [default: 0]"),
+    ] = None,
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", help="Tokens of an answer, if none are asked for.")
     ] = None,
@@ -87,10 +91,8 @@ def serve(
 
     library.set_verbosity_error()
     library.disable_progress_bar()
-    from hypic_rag.engine.engine import load_model
     from hypic_rag.knowledge_base import KnowledgeBase
     from hypic_rag.server.settings import ApiKeys, ServerSettings
-    from hypic_rag.store import SegmentStore
 
     keys = None if api_keys is None else ApiKeys.load(api_keys)
     if keys is not None and tenant is not None:
@@ -106,6 +108,7 @@ def serve(
         model_name=model_name,
         top_k=settings.top_k if top_k is None else top_k,
         mode=Mode.parse(mode or settings.mode),
+        repair_tokens=settings.repair_tokens if repair_tokens is None else repair_tokens,
         max_tokens=settings.max_tokens if max_tokens is None else max_tokens,
         concurrency=concurrency,
         queue=queue,
@@ -114,19 +117,16 @@ def serve(
         session_bytes=session_mb * _MB,
         state_bytes=None if state_mb is None else state_mb * _MB,
     )
-    if not (store.is_dir() and any(store.iterdir())):
-        SegmentStore.open(store)  # says what's wrong with the folder
-    with SegmentStore.open(store, read_only=True) as opened:
-        named = model or settings.model or opened.settings.model or "small"
-    loaded = load_model(named, device=device or settings.device, dtype=dtype or settings.dtype)
     prompt = settings.system_prompt if system_prompt is None else system_prompt
     with KnowledgeBase.open(
         store,
-        loaded,
+        model or settings.model,
         system_prompt=_text(prompt),
         tenant=settings.tenant if tenant is None else tenant,
         create=False,
         read_only=read_only,
+        device=device or settings.device,
+        dtype=dtype or settings.dtype,
     ) as kb:
         run(kb, served, host, port)
 

@@ -111,11 +111,13 @@ class HypicOptions(_Model):
 
     Attributes:
         mode: how states are put together; ``full`` recomputes everything.
+        repair_tokens: cached tokens that may be recomputed.
         top_k: passages to retrieve.
         filters: conditions, all of which passages must fulfil.
     """
 
     mode: str | None = None
+    repair_tokens: int | None = Field(default=None, ge=0)
     top_k: int | None = Field(default=None, ge=1, le=100)
     filters: list[GivenFilter] = Field(default_factory=list, max_length=32)
 
@@ -161,6 +163,7 @@ class ChatCall:
     passages: tuple[Passage, ...] | None
     filters: Condition | None
     mode: Mode
+    repair_tokens: int
     top_k: int
     sampling: Sampling
     stops: tuple[str, ...]
@@ -189,6 +192,7 @@ def read_chat_request(body: ChatRequest, settings: ServerSettings) -> ChatCall:
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stops) > 4 or not all(stops):
         raise _invalid("stop takes up to four texts, none of them empty.", "stop")
+    repair = options.repair_tokens
     limit = body.max_tokens or body.max_completion_tokens or settings.max_tokens
     return ChatCall(
         system_prompt=system,
@@ -197,6 +201,7 @@ def read_chat_request(body: ChatRequest, settings: ServerSettings) -> ChatCall:
         passages=None if body.documents is None else _passages(body.documents),
         filters=_filters(options.filters),
         mode=settings.mode if options.mode is None else _mode(options.mode),
+        repair_tokens=settings.repair_tokens if repair is None else repair,
         top_k=options.top_k or settings.top_k,
         sampling=Sampling(
             max_tokens=limit,

@@ -98,7 +98,7 @@ class ServerSettings:
         hosts: host names that requests may name while there are no keys, so that no foreign
             web page reaches the server through a name that it controls; None allows all.
         model_name: what clients call the model; by default its own name.
-        top_k, mode, max_tokens: what a request gets that doesn't say.
+        top_k, mode, repair_tokens, max_tokens: what a request gets that doesn't say.
         concurrency: answers that are generated in turns.
         queue: requests that may wait for their turn; more are refused.
         timeout_s: the longest that a request may take, waiting included.
@@ -116,6 +116,7 @@ class ServerSettings:
     model_name: str | None = None
     top_k: int = 5
     mode: Mode = Mode.SEAM
+    repair_tokens: int = 0
     max_tokens: int = 256
     concurrency: int = 4
     queue: int = 32
@@ -136,7 +137,7 @@ class ServerSettings:
         for name in positive:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be more than 0, but is {getattr(self, name)}.")
-        for name in ("queue", "session_bytes", "session_idle_s"):
+        for name in ("repair_tokens", "queue", "session_bytes", "session_idle_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} can't be negative, but is {getattr(self, name)}.")
         if self.state_bytes is not None and self.state_bytes < 0:

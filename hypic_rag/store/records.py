@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hypic_rag.config import Seam
+from hypic_rag.config import Seam, parse_state_precision
 from hypic_rag.errors import ConfigError
 
 __all__ = [
@@ -33,8 +33,6 @@ STORE_FORMAT = 1
 _MAX_TOKEN = 2**31 - 1
 
 
-STATE_PRECISIONS = ("exact", "half", "low rank", "compact", "smallest")
-"""Names of the levels in :mod:`hypic_rag.store.compression`, the largest first."""
 _ADDED = {"state_precision"}
 """Settings that stores made before them lack; they have the default."""
 
@@ -52,7 +50,8 @@ class StoreSettings:
             key carries the fingerprint of the model that made it.
         embedder: name of the embedding model.
         embedder_digest: digest of the embedding model's weights.
-        state_precision: how states are compressed on the disk, one of :data:`STATE_PRECISIONS`.
+        state_precision: how states are compressed on the disk, one of
+            :data:`~hypic_rag.config.STATE_PRECISIONS`.
         format_version: version of the folder's layout.
 
     Raises:
@@ -80,11 +79,7 @@ class StoreSettings:
             _require_text("conditioning", self.conditioning)
         if not isinstance(self.seam, Seam):
             raise ConfigError(f"seam must be a Seam, but is {self.seam!r}.")
-        if self.state_precision not in STATE_PRECISIONS:
-            raise ConfigError(
-                f"Unknown state precision {self.state_precision!r}: expected one of "
-                f"{', '.join(STATE_PRECISIONS)}."
-            )
+        parse_state_precision(self.state_precision)
 
     def to_json(self) -> dict[str, Any]:
         """These settings as plain JSON values."""

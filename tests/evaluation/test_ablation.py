@@ -12,7 +12,7 @@ from hypic_rag.engine.assemble import Request, assemble
 from hypic_rag.engine.encode import encode_segments
 from hypic_rag.errors import ConfigError
 from hypic_rag.evaluation import ablation, facts
-from hypic_rag.evaluation.ablation import Record, Stage, read_records, summarize, to_markdown
+from hypic_rag.evaluation.ablation import Stage, summarize, to_markdown
 from hypic_rag.evaluation.cells import (
     CONDITIONINGS,
     Cell,
@@ -23,6 +23,7 @@ from hypic_rag.evaluation.cells import (
     without_transition,
 )
 from hypic_rag.evaluation.fidelity import compare, follow
+from hypic_rag.evaluation.runs import Record, read_records
 from hypic_rag.evaluation.trials import SERVED_PROMPTS, TrialMaker, common_start, rank_segments
 from hypic_rag.families.model import HybridModel
 from hypic_rag.segments import Segment

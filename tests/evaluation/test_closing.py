@@ -5,14 +5,19 @@ from __future__ import annotations
 import statistics
 
 import pytest
-from models import tiny_model
 
 from hypic_rag import Seam
-from hypic_rag.engine.encode import encode_segments
-from hypic_rag.engine.repair import choose_repairs, repair_segments
+from hypic_rag.engine.repair import choose_repairs, choose_segments
 from hypic_rag.errors import ConfigError
 from hypic_rag.evaluation.cells import Conditioner
-from hypic_rag.evaluation.closing import IDEAS, Bench, sentence_cuts, sentences, whole_segments
+from hypic_rag.evaluation.closing import (
+    IDEAS,
+    Bench,
+    segments_within,
+    sentence_cuts,
+    sentences,
+    whole_segments,
+)
 from hypic_rag.evaluation.trials import TrialMaker
 from hypic_rag.families.model import HybridModel
 from hypic_rag.segments import Segment
@@ -55,12 +60,29 @@ def test_fidelity_does_not_fall_as_the_budget_grows(small_model: HybridModel) ->
 
 def test_repaired_segments_are_those_that_fit() -> None:
     segments = tuple(Segment(tuple(range(1, length))) for length in (40, 60, 4, 30))
-    states = tuple(encode_segments(tiny_model("qwen3_5"), segments, Seam(4, 0)))
-    assert states[2] is None
     scores = [0.1, 0.9, 0.8, 0.5]
-    for budget, left in ((0, (0, 1, 3)), (54, (0, 1, 3)), (55, (0, 3)), (80, (0,)), (200, ())):
-        repaired = repair_segments(segments, states, scores, budget)
-        assert tuple(i for i, state in enumerate(repaired) if state) == left
+    for budget, chosen in ((0, ()), (54, ()), (55, (1,)), (80, (1, 3)), (200, (0, 1, 3))):
+        assert choose_segments(segments, Seam(4, 0), scores, budget) == set(chosen)
+
+
+def test_a_wider_head_spends_what_is_left(bench: Bench) -> None:
+    """Part of a segment is repaired where the whole of it doesn't fit."""
+    for budget in (6, 40):
+        whole = [o.kl for found in segments_within(budget)(bench) for o in found]
+        wide = [o.kl for found in segments_within(budget, widen=True)(bench) for o in found]
+        assert len(whole) == len(wide) == 10
+        assert whole != wide
+    nothing = [o.kl for found in IDEAS["nothing"](bench) for o in found]
+    assert [o.kl for found in segments_within(0)(bench) for o in found] == pytest.approx(
+        nothing, rel=0.02, abs=1e-7
+    )
+    everything = [o.kl for found in segments_within(1000, widen=True)(bench) for o in found]
+    assert max(everything) < 1e-8
+    number = len(bench.trials[0].segments) - 1
+    widened = bench.widened(0, number, 3)
+    ids = [token for piece in widened for token in piece.segment.token_ids]
+    assert ids == [token for s in bench.trials[0].segments for token in s.token_ids]
+    assert next(len(p.segment) for p in widened if p.number == number) == 4 + 3
 
 
 def test_repairing_everything_is_full_recompute(bench: Bench) -> None:

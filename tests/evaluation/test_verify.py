@@ -186,6 +186,19 @@ def test_question_files(tmp_path: Path) -> None:
             read_questions(path)
 
 
+def test_repaired_tokens_are_measured(kb: KnowledgeBase) -> None:
+    variants = variants_of([Mode.SEAM, Mode.ADDITION], [SEAM.seam], [0, 60, 10000])
+    assert [v.name for v in variants] == [
+        "seam 4/0", "seam 4/0 + 60", "seam 4/0 + 10000", "addition"
+    ]  # fmt: skip
+    report = verify(kb, QUESTIONS, variants[:3], top_k=3, limit=4)
+    full, plain, some, all_ = report.variants
+    assert plain.computed < some.computed < all_.computed < full.computed
+    assert plain.kl.mean > all_.kl.mean and all_.kl.mean < 1e-8
+    page = to_html(report)
+    assert "seam 4/0 + 60" in page
+
+
 def test_variants() -> None:
     assert variants_of([Mode.FULL, Mode.SEAM], [Seam(4, 0), Seam(4, 0)]) == [SEAM]
     with pytest.raises(ConfigError, match="no mode to compare"):
@@ -206,6 +219,13 @@ def test_the_command(kb: KnowledgeBase, tmp_path: Path) -> None:
     assert page.read_text(encoding="utf-8").endswith("</html>")
     strict = CliRunner().invoke(app, [*options, "--max-kl", "1e-12"])
     assert strict.exit_code == 1
+    repaired = [*options, "--repair-tokens", "100000,0", "--max-kl", "1e-8"]
+    result = CliRunner().invoke(app, repaired)
+    assert result.exit_code == 0, result.output
+    names = [variant["name"] for variant in json.loads(result.stdout)["variants"]]
+    assert names == ["full", "seam 4/0 + 100000", "seam 4/0"]
+    wrong = CliRunner().invoke(app, [*options, "--repair-tokens", "64,-1"])
+    assert isinstance(wrong.exception, ConfigError)
 
 
 def test_watching_a_knowledge_base(kb: KnowledgeBase) -> None:

@@ -58,6 +58,22 @@ def test_turns_are_those_of_the_knowledge_bases_own_session(full_kb: KnowledgeBa
     assert {role for role, _ in said(chat)} == {"user", "assistant"}
 
 
+def test_repaired_tokens_are_computed(full_kb: KnowledgeBase) -> None:
+    chat = engine(full_kb, repair_tokens=10000)
+    session = full_kb.chat(top_k=2, sampling=Sampling(max_tokens=6), repair_tokens=10000)
+    plain = engine(full_kb)
+    for turn in TURNS[:2]:
+        response = chat.chat(turn)
+        assert response.metadata is not None
+        tokens = response.metadata["hypic"]["tokens"]
+        assert tokens == session.ask(turn).to_dict()["tokens"]
+        cached = plain.chat(turn).metadata["hypic"]["tokens"]  # type: ignore[index]
+        if turn == TURNS[0]:
+            assert tokens["computed"] > cached["computed"]
+    with pytest.raises(ConfigError, match="repair_tokens must be"):
+        engine(full_kb, repair_tokens=-1)
+
+
 def test_the_history_is_not_prefilled_again(full_kb: KnowledgeBase) -> None:
     chat = engine(full_kb)
     computed = []

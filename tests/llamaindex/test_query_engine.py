@@ -53,6 +53,31 @@ def index(kb: KnowledgeBase, splitter: Any, embedding: HypicEmbedding) -> Vector
     return VectorStoreIndex.from_vector_store(HypicVectorStore(kb), embed_model=embedding)
 
 
+def test_repaired_tokens_are_computed(full_kb: KnowledgeBase) -> None:
+    def computed(**settings: Any) -> int:
+        response = engine(full_kb, **settings).query(QUESTIONS[0])
+        count: int = response.metadata["hypic"]["computed_tokens"]
+        return count
+
+    expected = full_kb.ask(QUESTIONS[0], top_k=3, sampling=SIX, repair_tokens=10000)
+    assert computed() < computed(repair_tokens=10000) == expected.tokens.computed
+    llm = HypicLLM(full_kb, max_tokens=6, repair_tokens=10000)
+    assert computed(llm=llm) == expected.tokens.computed
+    assert computed(llm=llm, repair_tokens=0) == computed()
+    retriever = HypicRetriever(full_kb, top_k=3)
+    given = HypicQueryEngine.from_args(retriever, llm=llm, repair_tokens=10000)
+    assert given.query(QUESTIONS[0]).metadata["hypic"]["computed_tokens"] == (
+        expected.tokens.computed
+    )
+    for wrong in (
+        lambda: HypicLLM(full_kb, repair_tokens=-1),
+        lambda: HypicSynthesizer(full_kb, repair_tokens=-1),
+        lambda: engine(full_kb, repair_tokens=-1),
+    ):
+        with pytest.raises(ConfigError, match="repair_tokens must be"):
+            wrong()
+
+
 class ByWords(BaseNodePostprocessor):
     """A reranker: by how often the question's words are in a node."""
 

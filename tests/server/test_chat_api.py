@@ -89,6 +89,15 @@ def test_usage_tells_what_was_reused(shared: Served) -> None:
     assert full["prompt_tokens"] == usage["prompt_tokens"]
 
 
+def test_repaired_tokens_are_computed(shared: Served) -> None:
+    expected = shared.kb.ask(QUESTION, sampling=Sampling(max_tokens=12), repair_tokens=10000)
+    plain, repaired = (
+        shared.ask(QUESTION, hypic={"repair_tokens": count}).json()["hypic"]["tokens"]
+        for count in (0, 10000)
+    )
+    assert repaired["computed"] == expected.tokens.computed > plain["computed"]
+
+
 def test_a_stream_says_the_same_piece_by_piece(shared: Served) -> None:
     whole = shared.ask(QUESTION).json()
     chunks = events(shared)
@@ -243,6 +252,26 @@ def test_a_conversation_continues_its_cache(kb: KnowledgeBase, serve: Serve) -> 
         assert answer["hypic"]["tokens"]["computed"] <= expected.tokens.computed + 40
 
 
+@pytest.mark.parametrize(("budget", "expected"), [(10000, "continued"), (0, "rebuilt")])
+def test_another_budget_is_another_conversation(
+    kb: KnowledgeBase, serve: Serve, budget: int, expected: str
+) -> None:
+    """A server may repair by default; a cache that was repaired differs from one that wasn't."""
+    served = serve(kb, ServerSettings(top_k=1, repair_tokens=10000))
+    (first,) = talk(served, TALK[:1])
+    session = kb.chat(top_k=1, repair_tokens=10000, sampling=Sampling(max_tokens=8))
+    assert first["hypic"]["tokens"]["computed"] >= session.ask(TALK[0]).tokens.computed
+    messages = [
+        {"role": "user", "content": TALK[0]},
+        {"role": "assistant", "content": first["choices"][0]["message"]["content"]},
+        {"role": "user", "content": TALK[1]},
+    ]
+    sent = {"model": "small", "messages": messages, "hypic": {"repair_tokens": budget}}
+    with served.client() as client:
+        other = client.post("/v1/chat/completions", json=sent).json()["hypic"]
+    assert other["conversation"] == expected
+
+
 def test_a_conversation_without_a_cache_is_rebuilt(kb: KnowledgeBase, serve: Serve) -> None:
     kept = talk(serve(kb, ServerSettings(top_k=1)), TALK[:2])
     rebuilt = talk(serve(kb, ServerSettings(top_k=1, session_bytes=0)), TALK[:2])
@@ -342,6 +371,7 @@ def test_parts_and_messages_in_a_row_are_joined(shared: Served) -> None:
         ({"hypic": {"mode": "fastest"}}, "hypic.mode", "invalid_value"),
         ({"hypic": {"speed": 3}}, "hypic.speed", "unknown_parameter"),
         ({"hypic": {"top_k": 0}}, "hypic.top_k", "invalid_value"),
+        ({"hypic": {"repair_tokens": -1}}, "hypic.repair_tokens", "invalid_value"),
         (
             {"hypic": {"filters": [{"field": "a", "op": "in", "value": "b"}]}},
             "hypic.filters",

@@ -10,14 +10,13 @@ import torch
 from models import VOCAB, tiny_model
 from safetensors import safe_open
 
-from hypic_rag.config import Seam
+from hypic_rag.config import STATE_PRECISIONS, Seam
 from hypic_rag.engine.encode import encode_segments
 from hypic_rag.errors import ConfigError
 from hypic_rag.segments import Segment, SegmentKey
 from hypic_rag.states import SegmentState
 from hypic_rag.store import SegmentStore, StoreSettings
 from hypic_rag.store.compression import LEVELS, LayerBound, measured_errors
-from hypic_rag.store.records import STATE_PRECISIONS
 
 
 def sample() -> tuple[SegmentKey, SegmentState]:

@@ -1,0 +1,190 @@
+"""``repair_tokens`` through the front door: what's recomputed, what it costs, what it's worth."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hypic_rag import KnowledgeBase, Mode, Passage, Sampling, Source
+from hypic_rag.errors import ConfigError
+from hypic_rag.evaluation.cells import OTHER_PROMPT
+from hypic_rag.evaluation.fidelity import kl_divergence
+from hypic_rag.evaluation.trials import SERVED_PROMPTS, TrialMaker
+from hypic_rag.families.model import HybridModel
+from hypic_rag.ingest.embedder import MiniLmEmbedder
+from hypic_rag.knowledge_base import AnswerStream
+
+ALL = 10**6
+SHORT = Sampling(max_tokens=3)
+QUESTION = "Who is the captain of the ferry of Talmir?"
+FERRY = "The ferry of Talmir leaves at nine, and its captain is Orla Venn.\n\n"
+MILL = "The mill of Dorvak stands by the river. Its wheel is four metres wide, and made of oak.\n\n"
+MARKET = "On Monday the market opens at noon. Bread, wool and fish are sold there.\n\n"
+
+
+@pytest.fixture(scope="module")
+def kb(
+    tmp_path_factory: pytest.TempPathFactory, small_model: HybridModel, embedder: MiniLmEmbedder
+) -> Iterator[KnowledgeBase]:
+    """States are encoded behind another prompt than the one that's served."""
+    with KnowledgeBase.open(
+        tmp_path_factory.mktemp("repair") / "kb",
+        small_model,
+        system_prompt=SERVED_PROMPTS[0],
+        conditioning=OTHER_PROMPT,
+        embedder=embedder,
+    ) as opened:
+        opened.warm()
+        yield opened
+
+
+def scored(*entries: tuple[str, float]) -> list[Passage]:
+    return [Passage(text, Source("", i, s, text)) for i, (text, s) in enumerate(entries)]
+
+
+def interior(kb: KnowledgeBase, text: str) -> int:
+    return len(kb.prompt.segment(text)) - kb.store.settings.seam.head
+
+
+def logits(kb: KnowledgeBase, stream: AnswerStream) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the stream's first token, and of the library's own forward of the same ids."""
+    return stream.context.logits, kb.engine.prefill(stream.context.token_ids).logits
+
+
+def test_the_best_passages_that_fit_are_computed(kb: KnowledgeBase) -> None:
+    passages = scored((MARKET, 0.1), (FERRY, 0.9), (MILL, 0.5))
+    first, second, third = (interior(kb, text) for text in (FERRY, MILL, MARKET))
+
+    def computed(budget: int) -> int:
+        answer = kb.answer_from(QUESTION, passages, repair_tokens=budget, sampling=SHORT)
+        assert answer.tokens.prompt == answer.tokens.reused + answer.tokens.computed
+        return answer.tokens.computed
+
+    computed(0)  # so that all states are stored
+    plain = kb.answer_from(QUESTION, passages, sampling=SHORT).tokens.computed
+    expected = {
+        0: 0,
+        first - 1: 0,
+        first: first,
+        first + second - 1: first,
+        first + second: first + second,
+        ALL: first + second + third,
+    }
+    for budget, more in expected.items():
+        assert computed(budget) == plain + more, budget
+
+
+def test_a_budget_for_everything_is_full_recompute(kb: KnowledgeBase) -> None:
+    texts = [FERRY, MILL, MARKET]
+    for mode in (Mode.SEAM, Mode.ADDITION):
+        stream = kb.stream_from(QUESTION, texts, mode=mode, repair_tokens=ALL, sampling=SHORT)
+        mine, exact = logits(kb, stream)
+        torch.testing.assert_close(mine, exact, rtol=0, atol=2e-4)
+        base = kb.prefix(kb.system_prompt)[0].length
+        assert stream.finish().tokens.reused == base
+        cached = kb.stream_from(QUESTION, texts, mode=mode, sampling=SHORT)
+        mine, exact = logits(kb, cached)
+        cached.stop()
+        assert (mine - exact).abs().max() > 2e-3
+
+
+def test_fidelity_does_not_fall_as_the_budget_grows(kb: KnowledgeBase) -> None:
+    """Mean KL over fixed generated questions, on passages that nobody has scored."""
+    maker = TrialMaker(kb.model, (12, 20))
+    found: dict[int, list[float]] = {budget: [] for budget in (0, 30, 60, ALL)}
+    for seed in range(3):
+        texts, questions = maker.draw(seed, 4)
+        for question in questions:
+            exact = None
+            for budget, divergences in found.items():
+                stream = kb.stream_from(question.text, texts, repair_tokens=budget)
+                stream.stop()
+                if exact is None:
+                    exact = kb.engine.prefill(stream.context.token_ids).logits
+                divergences.append(kl_divergence(exact, stream.context.logits))
+    means = [statistics.fmean(divergences) for divergences in found.values()]
+    assert means == sorted(means, reverse=True)
+    assert means[0] > 1e-7
+    assert means[-1] < means[0] / 1000
+
+
+def test_scores_come_before_similarity_and_similarity_before_order(kb: KnowledgeBase) -> None:
+    texts = [MARKET, MILL, FERRY]
+    segments = [kb.prompt.segment(text) for text in texts]
+    seam = kb.store.settings.seam
+
+    def chosen(passages: list[Passage]) -> set[int]:
+        most = max(interior(kb, text) for text in texts)
+        return set(kb.repairs(QUESTION, passages, segments, seam, most))
+
+    assert chosen(scored((MARKET, 0.1), (MILL, 0.9), (FERRY, 0.2))) == {1}
+    assert chosen([Passage(text) for text in texts]) == {2}
+    assert chosen(scored((MARKET, 0.0), (MILL, 0.0), (FERRY, 0.0))) == {2}
+
+
+def test_what_is_repaired_is_neither_loaded_nor_encoded(kb: KnowledgeBase) -> None:
+    new = "The lantern of Osk is green, and nobody has lit it since the winter of 1877.\n\n"
+    before = kb.store.statistics()
+    answer = kb.answer_from(QUESTION, [new], repair_tokens=ALL, sampling=SHORT)
+    assert answer.tokens.reused == kb.prefix(kb.system_prompt)[0].length
+    assert not answer.warnings
+    assert kb.store.statistics() == before
+
+
+def test_a_budget_too_small_for_any_passage_says_so(kb: KnowledgeBase) -> None:
+    answer = kb.answer_from(QUESTION, [FERRY, MILL], repair_tokens=2, sampling=SHORT)
+    assert len(answer.warnings) == 1
+    assert "more than 2 cached tokens" in answer.warnings[0]
+    exact = kb.answer_from(QUESTION, [FERRY], repair_tokens=2, exact=True, sampling=SHORT)
+    assert not exact.warnings and exact.tokens.reused == 0
+    assert not kb.answer_from(QUESTION, [], repair_tokens=2, sampling=SHORT).warnings
+
+
+def test_conversations_repair_every_turn(kb: KnowledgeBase) -> None:
+    """Behind the first turn's pass and its answer, rounding adds up; caching costs 0.4."""
+    questions = (QUESTION, "And what is sold at the market?")
+    session = kb.chat(passages=[FERRY], repair_tokens=ALL, sampling=SHORT)
+    for question, passage in zip(questions, (FERRY, MARKET), strict=True):
+        stream = session.stream(question, passages=[Passage(passage)])
+        mine, exact = logits(kb, stream)
+        stream.finish()
+        torch.testing.assert_close(mine, exact, rtol=0, atol=2e-3)
+    again = kb.chat(passages=[FERRY], repair_tokens=ALL, sampling=SHORT)
+    again.restore([(QUESTION, "Orla Venn.")])
+    stream = again.stream(questions[1], passages=[Passage(MARKET)])
+    mine, exact = logits(kb, stream)
+    tokens = stream.finish().tokens
+    torch.testing.assert_close(mine, exact, rtol=0, atol=2e-3)
+    assert tokens.reused == kb.prefix(kb.system_prompt)[0].length
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, True, "64"])
+def test_wrong_budgets_are_refused(kb: KnowledgeBase, wrong: int) -> None:
+    message = "repair_tokens must be a whole number >= 0"
+    for call in (
+        lambda: kb.ask(QUESTION, repair_tokens=wrong),
+        lambda: kb.stream(QUESTION, repair_tokens=wrong),
+        lambda: kb.answer_from(QUESTION, [FERRY], repair_tokens=wrong),
+        lambda: kb.stream_from(QUESTION, [FERRY], repair_tokens=wrong),
+        lambda: kb.chat(repair_tokens=wrong),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            call()
+
+
+def test_retrieved_passages_are_repaired_by_their_rank(kb: KnowledgeBase, tmp_path: Path) -> None:
+    for name, text in (("ferry", FERRY), ("mill", MILL), ("market", MARKET)):
+        (tmp_path / f"{name}.txt").write_text(text)
+    kb.ingest(tmp_path)
+    plain = kb.ask(QUESTION, top_k=3, sampling=SHORT)
+    best = interior(kb, plain.sources[0].text)
+    repaired = kb.ask(QUESTION, top_k=3, sampling=SHORT, repair_tokens=best)
+    assert repaired.sources == plain.sources
+    assert repaired.tokens.computed == plain.tokens.computed + best
+    assert kb.stream(QUESTION, top_k=3, sampling=SHORT, repair_tokens=best).finish().tokens == (
+        repaired.tokens
+    )
