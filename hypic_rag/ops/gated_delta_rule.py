@@ -34,10 +34,14 @@ __all__ = [
     "chunk_map",
     "l2_normalize",
     "scan",
+    "step",
 ]
 
 CHUNK = 64
 """Tokens of one chunk: the size the library uses."""
+
+_STEP_BYTES = 1 << 19
+"""Bytes of states that :func:`step` takes at once on a CPU, so that they stay in its cache."""
 
 
 def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -158,3 +162,45 @@ def scan(
         outputs.append((state * q[..., t, :].unsqueeze(-1)).sum(-2))
     out = torch.stack(outputs, -2) if outputs else torch.zeros_like(v)
     return out, state
+
+
+def step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Equation (2) for one token of each of ``R`` rows, with one read of the states.
+
+    From ``o = qᵀ h`` behind the token and ``h`` in front of it:
+    ``o = exp(g) qᵀ h + (qᵀ k) change`` with ``change = β (v - exp(g) kᵀ h)``.
+
+    Args:
+        q: ``[R, H, K]``, normalised and scaled, float32.
+        k: ``[R, H, K]``, normalised, float32.
+        v: ``[R, H, V]``, float32.
+        g: log decays ``[R, H]``, <= 0.
+        beta: write strengths ``[R, H]``.
+        state: in front of the token, ``[R, H, K, V]``, float32; not changed.
+
+    Returns:
+        Outputs ``[R, H, V]`` and the states behind the token, ``[R, H, K, V]``.
+    """
+    after, out = torch.empty_like(state), torch.empty_like(v)
+    decay = g.exp()[..., None, None]
+    probes, overlap = torch.stack((k, q), dim=-2), (q * k).sum(-1, keepdim=True)
+    count = _rows_at_once(state)
+    for start in range(0, state.shape[0], count):
+        some = slice(start, start + count)
+        before = state[some]
+        probed = probes[some] @ before * decay[some]
+        change = (v[some] - probed[..., 0, :]) * beta[some].unsqueeze(-1)
+        torch.addcmul(probed[..., 1, :], overlap[some], change, out=out[some])
+        torch.mul(before, decay[some], out=after[some])
+        after[some].addcmul_(k[some].unsqueeze(-1), change.unsqueeze(-2))
+    return out, after
+
+
+def _rows_at_once(state: Tensor) -> int:
+    """How many rows of ``state [R, H, K, V]`` :func:`step` takes at once."""
+    rows = state.shape[0]
+    if rows == 0 or state.device.type != "cpu":
+        return max(1, rows)
+    return max(1, _STEP_BYTES // state[0].nbytes)

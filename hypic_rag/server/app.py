@@ -74,9 +74,11 @@ class _Server:
         self.name = settings.model_name or Path(kb.model.name).name or "model"
         self.pool = SessionPool(settings.session_bytes, settings.session_idle_s)
         self.answering = Answering(kb, self.pool)
-        self.answers = ModelWorker(settings.concurrency, settings.queue, "answers")
+        self.answers = ModelWorker(
+            settings.concurrency, settings.queue, "answers", prepares=settings.prepare_ahead
+        )
         self.uploads = ModelWorker(1, settings.upload_queue, "uploads")
-        self.metrics = Metrics(kb.store, self.pool, self.answers, self.uploads)
+        self.metrics = Metrics(kb.store, self.pool, self.answers, self.uploads, lambda: kb.probe)
         self._ready = False
         self._misses = kb.store.traffic().misses
 
@@ -192,7 +194,7 @@ class _Server:
         tenant = self.tenant(request)
         self._require_model(body.model)
         call = read_chat_request(body, self.settings)
-        job = self.answers.submit(
+        job: Job[Event] = self.answers.submit(
             lambda: self.answering.answer(tenant, call), self.settings.timeout_s
         )
         reply = _Reply(self, call, began)
@@ -289,7 +291,9 @@ class _Server:
         upload, stream = await _read_upload(request)
         try:
             view = self.answering.view(tenant)
-            job = self.uploads.submit(lambda: _ingest(upload, view), timeout_s=86400.0)
+            job: Job[Encoded | Uploaded] = self.uploads.submit(
+                lambda: _ingest(upload, view), timeout_s=86400.0
+            )
         except BaseException:
             upload.discard()
             raise

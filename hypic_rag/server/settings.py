@@ -99,7 +99,9 @@ class ServerSettings:
             web page reaches the server through a name that it controls; None allows all.
         model_name: what clients call the model; by default its own name.
         top_k, mode, repair_tokens, max_tokens: what a request gets that doesn't say.
-        concurrency: answers that are generated in turns.
+        concurrency: answers that are made side by side, a token each in turns.
+        prepare_ahead: whether another thread prepares the requests that wait while the model is
+            busy, instead of the model's own thread when it's their turn.
         queue: requests that may wait for their turn; more are refused.
         timeout_s: the longest that a request may take, waiting included.
         body_bytes: largest body of a request.
@@ -118,7 +120,8 @@ class ServerSettings:
     mode: Mode = Mode.SEAM
     repair_tokens: int = 0
     max_tokens: int = 256
-    concurrency: int = 4
+    concurrency: int = 16
+    prepare_ahead: bool = True
     queue: int = 32
     timeout_s: float = 120.0
     body_bytes: int = 4 << 20
