@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hypic_rag.config import Mode, Sampling, Seam
     from hypic_rag.engine.engine import Engine, load_model
     from hypic_rag.errors import HypicError
-    from hypic_rag.knowledge_base import KnowledgeBase, Passage
+    from hypic_rag.knowledge_base import KnowledgeBase, Passage, PreparedAnswer
     from hypic_rag.segments import Segment
     from hypic_rag.store import SegmentStore
 
@@ -30,6 +30,7 @@ __all__ = [
     "KnowledgeBase",
     "Mode",
     "Passage",
+    "PreparedAnswer",
     "Sampling",
     "Seam",
     "Segment",
@@ -45,6 +46,7 @@ _HOMES = {
     "KnowledgeBase": "knowledge_base",
     "Mode": "config",
     "Passage": "knowledge_base",
+    "PreparedAnswer": "knowledge_base",
     "Sampling": "config",
     "Seam": "config",
     "Segment": "segments",

@@ -52,7 +52,17 @@ class TokenCounts:
 
 @dataclass(frozen=True)
 class Timings:
-    """Wall-clock seconds. ``ttft_s`` runs from the call to the first answer token."""
+    """Wall-clock seconds.
+
+    Attributes:
+        retrieve_s: finding the passages.
+        load_s: tokenising, and loading the states that are stored.
+        prefill_s: everything that the model runs in front of the first answer token; segments
+            without a stored state are encoded here.
+        ttft_s: from the call to the first answer token. Beyond the sum of the others, it holds
+            what a prepared request waited for the model.
+        total_s: from the call to the answer's end.
+    """
 
     retrieve_s: float
     load_s: float

@@ -9,15 +9,17 @@ from dataclasses import dataclass, replace
 from hypic_rag.answers import Answer, Source
 from hypic_rag.config import Mode, Sampling
 from hypic_rag.engine.assemble import Request
-from hypic_rag.engine.context import Context
+from hypic_rag.engine.context import Context, LazyContext
 from hypic_rag.errors import ConfigError
 from hypic_rag.ingest.fusion import reciprocal_rank_fusion
 from hypic_rag.knowledge_base import (
     AnswerStream,
     KnowledgeBase,
     Passage,
+    PreparedAnswer,
     answer_room,
     encoded_tokens,
+    sources_of,
 )
 from hypic_rag.store import Condition
 
@@ -107,35 +109,54 @@ class ChatSession:
         ``sampling`` is for this turn only. So are ``passages``, which are then taken instead of
         retrieved ones; those that the conversation has seen already aren't repeated.
         """
+        return self.prepare(question, filters, sampling, passages).start()
+
+    def prepare(
+        self,
+        question: str,
+        filters: Condition | None = None,
+        sampling: Sampling | None = None,
+        passages: Sequence[Passage] | None = None,
+    ) -> PreparedAnswer:
+        """The part of :meth:`stream` that needs no model; see :meth:`KnowledgeBase.prepare`.
+
+        The turn lasts from here on: until its answer ends, or the result is closed.
+        """
         if self._busy:
             raise ConfigError("The last turn hasn't ended: finish or close its stream first.")
         started = time.perf_counter()
-        sources = self._retrieve(question, filters) if passages is None else _sources_of(passages)
+        sources = (
+            self._retrieve(question, filters) if passages is None else list(sources_of(passages))
+        )
         chosen = sampling or self._sampling
-        fresh, computed = self._make_room(question, self._new_passages(sources), sources, chosen)
+        fresh = self._make_room(question, self._new_passages(sources), sources, chosen)
+        base, lead = self._so_far()
         self._busy = True
         try:
-            stream = self._kb.stream_from(
+            prepared = self._kb.prepare_from(
                 question,
                 fresh,
                 mode=self._mode,
                 sampling=chosen,
                 started=started,
-                behind=self._context,
-                lead=self._lead,
-                computed=computed,
+                behind=base,
+                lead=lead,
                 on_end=lambda ended: self._remember(question, ended),
+                on_drop=self._give_up,
             )
         except BaseException:
             self._busy = False
             raise
-        stream.sources = tuple(sources)
-        return stream
+        prepared.sources = tuple(sources)
+        return prepared
+
+    def _give_up(self) -> None:
+        self._busy = False
 
     def _retrieve(self, question: str, filters: Condition | None) -> list[Source]:
         """Chunks for the question alone and, since it may lean on the last one, for both."""
         if self._given is not None:
-            return _sources_of(self._given)
+            return list(sources_of(self._given))
         alone = self._kb.retrieve(question, self._top_k, filters)
         if not self.turns:
             return alone
@@ -152,11 +173,8 @@ class ChatSession:
 
     def _make_room(
         self, question: str, passages: list[Passage], sources: list[Source], sampling: Sampling
-    ) -> tuple[list[Passage], int]:
-        """Drop the oldest turns until the next one fits, and rebuild the cache if need be.
-
-        Returns the passages that are new then, and how many tokens the rebuilding computed.
-        """
+    ) -> list[Passage]:
+        """Drop the oldest turns until the next one fits; the passages that are new then."""
         limit = self._kb.model.context_length
         room = limit - answer_room(sampling, limit)
         kept = list(self.turns)
@@ -164,8 +182,7 @@ class ChatSession:
             kept.pop(0)
             self.turns = kept
             passages = self._new_passages(sources)
-        computed = self._rebuild() if len(kept) != self._remembered else 0
-        return passages, computed
+        return passages
 
     def _length(self, question: str, passages: list[Passage], turns: list[Turn]) -> int:
         """Tokens of the whole prompt behind ``turns``."""
@@ -178,41 +195,52 @@ class ChatSession:
         total += sum(len(self._kb.segment_of(passage)) for passage in passages)
         return total + len(prompt.question(question))
 
-    def _rebuild(self) -> int:
-        """Build the context behind the turns that stay, from their passages' states.
+    def _so_far(self) -> tuple[LazyContext | None, tuple[int, ...]]:
+        """The context to continue (None for the system prompt's), and the ids behind it.
 
-        Returns how many tokens were computed.
+        If turns were dropped or restored it's built again, when it's asked for.
         """
-        kb = self._kb
-        self._context, self._lead = None, ()
-        self._remembered = len(self.turns)
+        if len(self.turns) == self._remembered:
+            return (LazyContext.of(self._context) if self._context else None), self._lead
+        self._context, self._lead, self._remembered = None, (), 0
         if not self.turns:
-            return 0
-        context, fresh = kb.prefix(kb.system_prompt)
-        computed = context.length if fresh else 0
-        for turn in self.turns:
-            context, cost = self._behind(context, turn)
-            computed += cost
-            self._lead = kb.prompt.next_turn
-        self._context = context
-        return computed
+            return None, ()
+        turns = list(self.turns)
+        ids = self._kb.lazy_prefix(self._kb.system_prompt).token_ids
+        lead: tuple[int, ...] = ()
+        for turn in turns:
+            ids += lead + self._said(turn).token_ids
+            lead = self._kb.prompt.next_turn
+        return LazyContext(ids, lambda: self._rebuilt(turns)), lead
 
-    def _behind(self, base: Context, turn: Turn) -> tuple[Context, int]:
+    def _rebuilt(self, turns: Sequence[Turn]) -> tuple[Context, int]:
+        """The context behind ``turns``, and how many tokens were computed for it.
+
+        Not called in the mode ``full``, which takes nothing but the ids from what's in front.
+        """
+        context, computed = self._kb.lazy_prefix(self._kb.system_prompt).get()
+        lead: tuple[int, ...] = ()
+        for turn in turns:
+            context, cost = self._behind(context, lead, turn)
+            computed += cost
+            lead = self._kb.prompt.next_turn
+        return context, computed
+
+    def _said(self, turn: Turn) -> Request:
+        """A turn as a request, with nothing in front of it and no states."""
+        segments = tuple(self._kb.segment_of(passage) for passage in turn.passages)
+        said = (*self._kb.prompt.question(turn.question), *turn.answer_ids)
+        return Request(segments, (None,) * len(segments), said)
+
+    def _behind(self, base: Context, lead: tuple[int, ...], turn: Turn) -> tuple[Context, int]:
         """The context behind one more turn, and how many tokens were computed for it."""
-        kb = self._kb
-        segments = tuple(kb.segment_of(passage) for passage in turn.passages)
-        said = (*kb.prompt.question(turn.question), *turn.answer_ids)
-        if self._mode is Mode.FULL:
-            # The ids are all that a full recompute takes from what's in front.
-            nothing = (None,) * len(segments)
-            ids = Request(segments, nothing, said, base, self._lead).token_ids
-            return Context(ids, None, base.logits), 0
+        kb, said = self._kb, replace(self._said(turn), base=base, lead=lead)
         cache, seam = kb.segment_cache(), self._mode.seam(kb.store.settings.seam)
-        with cache.lease(segments, seam):
-            fetched = cache.fetch(segments, seam)
-            request = Request(segments, fetched.states, said, base, self._lead)
+        with cache.lease(said.segments, seam):
+            fetched = cache.fetch(said.segments, seam)
+            request = replace(said, states=fetched.states)
             assembly = kb.engine.assemble([request], self._mode)[0]
-        encoded = encoded_tokens(fetched, segments, seam)
+        encoded = encoded_tokens(fetched, said.segments, seam)
         return assembly.context, assembly.plan.computed + encoded
 
     def _remember(self, question: str, stream: AnswerStream) -> None:
@@ -227,10 +255,3 @@ class ChatSession:
         self.turns = [*self.turns, Turn(stream.passages, question, answer)]
         self._remembered = len(self.turns)
         self._busy = False
-
-
-def _sources_of(passages: Sequence[Passage]) -> list[Source]:
-    return [
-        passage.source or Source("", index, 0.0, passage.text)
-        for index, passage in enumerate(passages)
-    ]

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Self
 from hypic_rag.answers import Answer, Source, Timings, TokenCounts
 from hypic_rag.config import Mode, Sampling, Seam
 from hypic_rag.engine.assemble import Request
-from hypic_rag.engine.context import Context
+from hypic_rag.engine.context import Context, LazyContext
 from hypic_rag.engine.engine import Engine, load_model
 from hypic_rag.engine.probe import FidelityProbe
 from hypic_rag.engine.prompt import PromptFormat
-from hypic_rag.engine.segment_cache import Fetched, SegmentCache
+from hypic_rag.engine.segment_cache import Fetched, RequestState, SegmentCache
 from hypic_rag.engine.streaming import stream_text
 from hypic_rag.errors import ConfigError, ContextLengthError
 from hypic_rag.families.model import HybridModel
@@ -33,7 +33,7 @@ from hypic_rag.store import Condition, SegmentStore, StoreSettings
 if TYPE_CHECKING:
     from hypic_rag.chat import ChatSession
 
-__all__ = ["DEFAULT_SYSTEM_PROMPT", "AnswerStream", "KnowledgeBase", "Passage"]
+__all__ = ["DEFAULT_SYSTEM_PROMPT", "AnswerStream", "KnowledgeBase", "Passage", "PreparedAnswer"]
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class KnowledgeBase:
         self.prompt = PromptFormat(model)
         self.system_prompt = system_prompt
         self._lock = threading.Lock()
-        self._prefixes: dict[str | None, Context] = {}
+        self._prefixes: dict[str | None, LazyContext] = {}
         self._cache: SegmentCache | None = None
         self.probe: FidelityProbe | None = None
 
@@ -185,9 +185,7 @@ class KnowledgeBase:
         )
         shared.probe = self.probe
         conditioning = self.store.settings.conditioning
-        with self._lock:
-            if conditioning in self._prefixes:
-                shared._prefixes[conditioning] = self._prefixes[conditioning]
+        shared._prefixes[conditioning] = self.lazy_prefix(conditioning)
         return shared
 
     def __enter__(self) -> Self:
@@ -220,7 +218,7 @@ class KnowledgeBase:
             pool = None
             if workers and not dry_run:
                 conditioning = self.store.settings.conditioning
-                behind = () if conditioning is None else self.prefix(conditioning)[0].token_ids
+                behind = () if conditioning is None else self.lazy_prefix(conditioning).token_ids
                 pool = stack.enter_context(EncoderPool(self.model, workers, behind))
             ingestor = Ingestor(
                 self.store,
@@ -238,21 +236,26 @@ class KnowledgeBase:
 
     def prefix(self, system_prompt: str | None) -> tuple[Context, bool]:
         """The resident context of a system prompt, and whether it had to be prefilled just now."""
+        context, computed = self.lazy_prefix(system_prompt).get()
+        return context, computed > 0
+
+    def lazy_prefix(self, system_prompt: str | None) -> LazyContext:
+        """The resident context of a system prompt, prefilled when it's first asked for."""
         with self._lock:
             held = self._prefixes.get(system_prompt)
-            if held is not None:
-                return held, False
-            context = self.engine.prefill(self.prompt.prefix(system_prompt))
-            self._prefixes[system_prompt] = context
-            return context, True
+            if held is None:
+                ids = self.prompt.prefix(system_prompt)
+                held = LazyContext(ids, lambda: (self.engine.prefill(ids), len(ids)))
+                self._prefixes[system_prompt] = held
+            return held
 
     def segment_cache(self) -> SegmentCache:
         """The states of this tenant's segments, behind the store's conditioning prefix."""
         conditioning = self.store.settings.conditioning
-        context = None if conditioning is None else self.prefix(conditioning)[0]
+        behind = None if conditioning is None else self.lazy_prefix(conditioning)
         with self._lock:
             if self._cache is None:
-                self._cache = SegmentCache(self.engine, self.store, context, self.tenant)
+                self._cache = SegmentCache(self.engine, self.store, behind, self.tenant)
             return self._cache
 
     def encode(self, texts: Iterable[str]) -> int:
@@ -282,7 +285,8 @@ class KnowledgeBase:
     def warm(self) -> None:
         """Do now what the first question would otherwise wait for."""
         self.prefix(self.system_prompt)
-        self.segment_cache()
+        if self.store.settings.conditioning is not None:
+            self.prefix(self.store.settings.conditioning)
         self.embedder.embed_query("warm")
 
     def watch(self, max_kl: float, share: float = 0.01) -> FidelityProbe:
@@ -356,10 +360,29 @@ class KnowledgeBase:
         filters: Condition | None = None,
     ) -> AnswerStream:
         """Like :meth:`ask`, piece by piece: iterate over the result for the answer's text."""
+        return self.prepare(
+            question, top_k=top_k, mode=mode, exact=exact, sampling=sampling, filters=filters
+        ).start()
+
+    def prepare(
+        self,
+        question: str,
+        *,
+        top_k: int = 5,
+        mode: Mode | str = Mode.SEAM,
+        exact: bool = False,
+        sampling: Sampling | None = None,
+        filters: Condition | None = None,
+    ) -> PreparedAnswer:
+        """The part of :meth:`stream` that needs no model: retrieving, tokenising, loading states.
+
+        So it can be done while the model works for another request. Start or close the result:
+        it keeps its states from being evicted until then.
+        """
         started = time.perf_counter()
         sources = self.retrieve(question, top_k, filters)
         passages = [Passage(source.text, source) for source in sources]
-        return self.stream_from(
+        return self.prepare_from(
             question, passages, mode=mode, exact=exact, sampling=sampling, started=started
         )
 
@@ -404,11 +427,54 @@ class KnowledgeBase:
             computed: tokens of ``behind`` that had to run for this request.
             on_end: called when the answer ends, also when the caller stops in the middle.
         """
+        base = None
+        if behind is not None:
+            given = behind
+            base = LazyContext(given.token_ids, lambda: (given, computed))
+        return self.prepare_from(
+            question,
+            passages,
+            mode=mode,
+            exact=exact,
+            sampling=sampling,
+            started=started,
+            behind=base,
+            lead=lead,
+            on_end=on_end,
+        ).start()
+
+    def prepare_from(
+        self,
+        question: str,
+        passages: Sequence[Passage | str],
+        *,
+        mode: Mode | str = Mode.SEAM,
+        exact: bool = False,
+        sampling: Sampling | None = None,
+        started: float | None = None,
+        behind: LazyContext | None = None,
+        lead: tuple[int, ...] = (),
+        on_end: Callable[[AnswerStream], None] | None = None,
+        on_drop: Callable[[], None] | None = None,
+    ) -> PreparedAnswer:
+        """Like :meth:`prepare`, for the passages given.
+
+        Args:
+            question, passages, mode, exact, sampling: as :meth:`answer_from`.
+            started: when the caller began (``time.perf_counter()``), for the timings.
+            behind: a context to continue instead of the resident system prompt; it's made, if it
+                isn't there, when the answer starts.
+            lead: token ids between ``behind`` and the passages.
+            on_end: called when the answer ends, also when the caller stops in the middle.
+            on_drop: called if no answer comes of it: it's closed before it has started, or the
+                pass fails.
+        """
         began = time.perf_counter()
         clock = _Clock(started=began if started is None else started, retrieved=began)
         chosen = Mode.FULL if exact else Mode.parse(mode)
         work = _Work(self, question, _passages(passages), chosen, sampling or Sampling(), on_end)
-        return work.start(clock, behind, lead, computed)
+        base = self.lazy_prefix(self.system_prompt) if behind is None else behind
+        return work.prepare(clock, base, lead, on_drop)
 
     def chat(
         self,
@@ -439,6 +505,7 @@ class _Clock:
     started: float
     retrieved: float
     loaded: float = 0.0
+    begun: float = 0.0
     prefilled: float = 0.0
 
 
@@ -454,37 +521,55 @@ class _Work:
     on_end: Callable[[AnswerStream], None] | None
     warnings: list[str] = field(default_factory=list)
 
-    def start(
-        self, clock: _Clock, behind: Context | None, lead: tuple[int, ...], before: int
-    ) -> AnswerStream:
+    def prepare(
+        self,
+        clock: _Clock,
+        base: LazyContext,
+        lead: tuple[int, ...],
+        on_drop: Callable[[], None] | None,
+    ) -> PreparedAnswer:
+        """Tokenise, fit, and load what's stored; no model runs."""
         kb = self.kb
         asked = kb.prompt.question(self.question)
-        base, fresh = (behind, False) if behind else kb.prefix(kb.system_prompt)
         segments = [kb.segment_of(passage) for passage in self.passages]
         segments = self._fit(segments, base.length + len(lead) + len(asked))
-        if self.mode is Mode.FULL:
+        with ExitStack() as leases:
+            states: tuple[RequestState, ...] = (None,) * len(segments)
+            if self.mode is not Mode.FULL:
+                cache, seam = kb.segment_cache(), self.seam
+                leases.enter_context(cache.lease(segments, seam))
+                states = cache.load(segments, seam)
+            parts = _Parts(base, lead, tuple(segments), states, asked)
             clock.loaded = time.perf_counter()
-            nothing = (None,) * len(segments)
-            request = Request(tuple(segments), nothing, asked, base, lead)
-            context = kb.engine.recompute(request)
+            return PreparedAnswer(self, parts, clock, leases.pop_all(), on_drop)
+
+    def run(self, parts: _Parts, clock: _Clock) -> AnswerStream:
+        """The pass over what :meth:`prepare` gave."""
+        kb = self.kb
+        clock.begun = time.perf_counter()
+        if self.mode is Mode.FULL:
+            context = kb.engine.prefill(parts.token_ids)
             computed = context.length
         else:
-            seam = self.mode.seam(kb.store.settings.seam)
+            base, before = parts.base.get()
             cache = kb.segment_cache()
-            with cache.lease(segments, seam):
-                fetched = cache.fetch(segments, seam)
-                clock.loaded = time.perf_counter()
-                request = Request(tuple(segments), fetched.states, asked, base, lead)
-                assembly = kb.engine.assemble([request], self.mode)[0]
+            fetched = cache.complete(cache.refresh(parts.states))
+            request = Request(parts.segments, fetched.states, parts.question, base, parts.lead)
+            assembly = kb.engine.assemble([request], self.mode)[0]
             context = assembly.context
-            computed = before + assembly.plan.computed + encoded_tokens(fetched, segments, seam)
-            computed += base.length if fresh else 0
-            self._explain(fetched, segments)
+            computed = before + assembly.plan.computed
+            computed += encoded_tokens(fetched, parts.segments, self.seam)
+            self._explain(fetched)
             if kb.probe is not None:
                 kb.probe.offer(context)
         clock.prefilled = time.perf_counter()
         counts = TokenCounts(context.length, context.length - computed, computed, 0)
         return AnswerStream(self, context, counts, clock)
+
+    @property
+    def seam(self) -> Seam:
+        """The seam of the states that this question needs."""
+        return self.mode.seam(self.kb.store.settings.seam)
 
     def _fit(self, segments: list[Segment], others: int) -> list[Segment]:
         """Leave out the last passages if the prompt would be too long, and say so."""
@@ -510,12 +595,98 @@ class _Work:
             del self.passages[kept:]
         return segments[:kept]
 
-    def _explain(self, fetched: Fetched, segments: Sequence[Segment]) -> None:
-        if segments and all(fetched.encoded):
+    def _explain(self, fetched: Fetched) -> None:
+        if fetched.encoded and all(fetched.encoded):
             self.warnings.append(
                 "No passage had a cached state, so all were encoded for this request: they "
                 "weren't ingested with this model, dtype, conditioning and mode."
             )
+
+
+@dataclass(frozen=True, eq=False)
+class _Parts:
+    """A prompt whose parts are known, before any of it has run."""
+
+    base: LazyContext
+    lead: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    states: tuple[RequestState, ...]
+    question: tuple[int, ...]
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        read = (id for segment in self.segments for id in segment.token_ids)
+        return (*self.base.token_ids, *self.lead, *read, *self.question)
+
+
+class PreparedAnswer:
+    """A question that only waits for the model; see :meth:`KnowledgeBase.prepare`.
+
+    :meth:`start` it once, from any thread, or :meth:`close` it; as a context manager it closes
+    itself. ``passages`` (those that fitted) and ``sources`` are known already.
+    """
+
+    def __init__(
+        self,
+        work: _Work,
+        parts: _Parts,
+        clock: _Clock,
+        leases: ExitStack,
+        on_drop: Callable[[], None] | None,
+    ) -> None:
+        self.passages = tuple(work.passages)
+        self.sources = sources_of(work.passages)
+        self._work = work
+        self._parts = parts
+        self._clock = clock
+        self._leases = leases
+        self._on_drop = on_drop
+        self._lock = threading.Lock()
+        self._used = False
+
+    def start(self) -> AnswerStream:
+        """Run the pass: the answer's stream, from which nothing has been generated yet.
+
+        Raises:
+            ConfigError: it was started or closed before.
+        """
+        if not self._take():
+            raise ConfigError("This answer was started or closed before: prepare another one.")
+        try:
+            with self._leases:
+                stream = self._work.run(self._parts, self._clock)
+        except BaseException:
+            self._drop()
+            raise
+        stream.sources = self.sources
+        return stream
+
+    def close(self) -> None:
+        """Give it up, if it hasn't started: its states may be evicted again."""
+        if self._take():
+            self._leases.close()
+            self._drop()
+
+    def _take(self) -> bool:
+        """Whether the caller is the first to start or to close it."""
+        with self._lock:
+            first, self._used = not self._used, True
+            return first
+
+    def _drop(self) -> None:
+        if self._on_drop is not None:
+            self._on_drop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
 
 class AnswerStream:
@@ -527,10 +698,7 @@ class AnswerStream:
     def __init__(self, work: _Work, context: Context, counts: TokenCounts, clock: _Clock) -> None:
         self.context = context
         self.passages = tuple(work.passages)
-        self.sources = tuple(
-            passage.source or Source("", index, 0.0, passage.text)
-            for index, passage in enumerate(work.passages)
-        )
+        self.sources = sources_of(work.passages)
         self.token_ids: list[int] = []
         self._text: list[str] = []
         self._work = work
@@ -594,7 +762,7 @@ class AnswerStream:
         timings = Timings(
             retrieve_s=clock.retrieved - clock.started,
             load_s=clock.loaded - clock.retrieved,
-            prefill_s=clock.prefilled - clock.loaded,
+            prefill_s=clock.prefilled - clock.begun,
             ttft_s=self._first - clock.started,
             total_s=ended - clock.started,
         )
@@ -616,6 +784,14 @@ def answer_room(sampling: Sampling, limit: int) -> int:
 
 def _passages(passages: Sequence[Passage | str]) -> list[Passage]:
     return [Passage(item) if isinstance(item, str) else item for item in passages]
+
+
+def sources_of(passages: Iterable[Passage]) -> tuple[Source, ...]:
+    """Where passages are from; one without a source counts as its own."""
+    return tuple(
+        passage.source or Source("", index, 0.0, passage.text)
+        for index, passage in enumerate(passages)
+    )
 
 
 def encoded_tokens(fetched: Fetched, segments: Sequence[Segment], seam: Seam) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 __all__ = [
     "Context",
+    "LazyContext",
     "attention_kv",
     "forward",
     "linear_state",
@@ -46,6 +48,41 @@ class Context:
     def clone(self) -> Context:
         """A copy whose cache may be decoded from without changing this one."""
         return Context(self.token_ids, copy.deepcopy(self.cache), self.logits)
+
+
+class LazyContext:
+    """A prompt whose tokens are known, and whose context is made when it's first asked for.
+
+    Safe to use from several threads: those that ask while it's being made wait for it.
+
+    Args:
+        token_ids: the whole prompt.
+        make: gives the context, and how many tokens ran for it.
+    """
+
+    def __init__(self, token_ids: tuple[int, ...], make: Callable[[], tuple[Context, int]]) -> None:
+        self.token_ids = token_ids
+        self._make = make
+        self._lock = threading.Lock()
+        self._held: Context | None = None
+
+    @classmethod
+    def of(cls, context: Context) -> LazyContext:
+        """One that's there already."""
+        return cls(context.token_ids, lambda: (context, 0))
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.token_ids)
+
+    def get(self) -> tuple[Context, int]:
+        """The context, and how many tokens ran for it in this call: none if it was there."""
+        with self._lock:
+            if self._held is not None:
+                return self._held, 0
+            self._held, computed = self._make()
+            return self._held, computed
 
 
 def new_cache(config: Any) -> Any:

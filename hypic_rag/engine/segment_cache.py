@@ -9,16 +9,20 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hypic_rag.config import Seam
-from hypic_rag.engine.context import Context
+from hypic_rag.engine.context import Context, LazyContext
 from hypic_rag.engine.engine import Engine
+from hypic_rag.engine.pending import PendingState
 from hypic_rag.errors import StoreAccessError
 from hypic_rag.segments import Segment, SegmentKey, token_digest
 from hypic_rag.states import SegmentState
 from hypic_rag.store import SegmentStore
 
-__all__ = ["Fetched", "SegmentCache", "StatePool"]
+__all__ = ["Fetched", "RequestState", "SegmentCache", "StatePool"]
 
 _log = logging.getLogger(__name__)
+
+RequestState = SegmentState | PendingState | None
+"""A segment's state in a request: at hand, still to be encoded, or none to be had."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +68,11 @@ class SegmentCache:
     """
 
     def __init__(
-        self, engine: Engine, store: SegmentStore, conditioning: Context | None, tenant: str = ""
+        self,
+        engine: Engine,
+        store: SegmentStore,
+        conditioning: LazyContext | None,
+        tenant: str = "",
     ) -> None:
         self._engine = engine
         self._store = store
@@ -113,16 +121,70 @@ class SegmentCache:
             WorkerError: the pool can't encode a segment.
         """
         if pool is None:
-            states = self._engine.encode(segments, seam, self._conditioning)
+            states = self._engine.encode(segments, seam, self._context(segments))
             for segment, state in zip(segments, states, strict=True):
                 self._save(segment, seam, state)
             return
         for done in pool.encode(segments, seam):
             self._save(segments[done.index], seam, done.state)
 
+    def _context(self, segments: Sequence[Segment]) -> Context | None:
+        """What ``segments`` are encoded behind; nothing is prefilled if there are none."""
+        return self._conditioning.get()[0] if self._conditioning and segments else None
+
     def _save(self, segment: Segment, seam: Seam, state: SegmentState | None) -> None:
         if state is not None:
             self._store.save_state(self.key(segment, seam), state)
+
+    def load(self, segments: Sequence[Segment], seam: Seam) -> tuple[RequestState, ...]:
+        """The states of ``segments`` as far as they're stored; no model runs.
+
+        None stands for a segment that is too short to have an interior, a
+        :class:`~hypic_rag.engine.pending.PendingState` for one whose state is missing or damaged.
+        """
+        found: list[RequestState] = [None] * len(segments)
+        cached = [i for i, each in enumerate(segments) if seam.interior(len(each)) != (0, 0)]
+        loaded = self._store.load_states([self.key(segments[i], seam) for i in cached])
+        for index, state in zip(cached, loaded, strict=True):
+            pending = PendingState(segments[index], seam, self._conditioning)
+            found[index] = pending if state is None else state
+        return tuple(found)
+
+    def refresh(self, states: Sequence[RequestState]) -> tuple[RequestState, ...]:
+        """``states`` with what has been stored since they were loaded."""
+        pending = [state for state in states if isinstance(state, PendingState)]
+        if not pending:
+            return tuple(states)
+        keys = [self.key(state.segment, state.seam) for state in pending]
+        held = {
+            state: self._store.load_state(key)
+            for state, key, has in zip(pending, keys, self._store.has_states(keys), strict=True)
+            if has
+        }
+        return tuple(
+            (held.get(state) or state) if isinstance(state, PendingState) else state
+            for state in states
+        )
+
+    def complete(self, states: Sequence[RequestState]) -> Fetched:
+        """Encode what's pending among ``states`` and, if possible, store it.
+
+        A store that can't be written costs speed, never an answer: that's logged.
+        """
+        pending = list(dict.fromkeys(s for s in states if isinstance(s, PendingState)))
+        fresh: dict[PendingState, SegmentState] = {}
+        for seam in {state.seam for state in pending}:
+            some = [state for state in pending if state.seam == seam]
+            segments = [state.segment for state in some]
+            encoded = self._engine.encode(segments, seam, self._context(segments))
+            for one, state in zip(some, encoded, strict=True):
+                assert state is not None
+                fresh[one] = state
+                self._keep(one, state)
+        return Fetched(
+            tuple(fresh[s] if isinstance(s, PendingState) else s for s in states),
+            tuple(isinstance(s, PendingState) for s in states),
+        )
 
     def fetch(self, segments: Sequence[Segment], seam: Seam) -> Fetched:
         """States of ``segments``; what's missing is encoded and, if possible, stored.
@@ -130,25 +192,10 @@ class SegmentCache:
         A damaged state counts as missing. A store that can't be written costs speed, never an
         answer: that's logged.
         """
-        states: list[SegmentState | None] = [None] * len(segments)
-        cached = [i for i, each in enumerate(segments) if seam.interior(len(each)) != (0, 0)]
-        loaded = self._store.load_states([self.key(segments[i], seam) for i in cached])
-        wanted: dict[Segment, list[int]] = {}
-        for index, state in zip(cached, loaded, strict=True):
-            states[index] = state
-            if state is None:
-                wanted.setdefault(segments[index], []).append(index)
-        encoded = [False] * len(segments)
-        fresh = self._engine.encode(list(wanted), seam, self._conditioning)
-        for (segment, places), state in zip(wanted.items(), fresh, strict=True):
-            for index in places:
-                states[index] = state
-                encoded[index] = True
-            self._keep(segment, seam, state)
-        return Fetched(tuple(states), tuple(encoded))
+        return self.complete(self.load(segments, seam))
 
-    def _keep(self, segment: Segment, seam: Seam, state: SegmentState | None) -> None:
+    def _keep(self, pending: PendingState, state: SegmentState) -> None:
         try:
-            self._save(segment, seam, state)
+            self._save(pending.segment, pending.seam, state)
         except StoreAccessError as error:
             _log.warning("A segment's state wasn't stored: %s", error)
