@@ -18,7 +18,6 @@ from hypic_rag.knowledge_base import (
     Passage,
     PreparedAnswer,
     answer_room,
-    encoded_tokens,
     sources_of,
 )
 from hypic_rag.store import Condition
@@ -237,11 +236,9 @@ class ChatSession:
         kb, said = self._kb, replace(self._said(turn), base=base, lead=lead)
         cache, seam = kb.segment_cache(), self._mode.seam(kb.store.settings.seam)
         with cache.lease(said.segments, seam):
-            fetched = cache.fetch(said.segments, seam)
-            request = replace(said, states=fetched.states)
-            assembly = kb.engine.assemble([request], self._mode)[0]
-        encoded = encoded_tokens(fetched, said.segments, seam)
-        return assembly.context, assembly.plan.computed + encoded
+            request = replace(said, states=cache.load(said.segments, seam))
+            assembly = cache.assemble([request], self._mode)[0]
+        return assembly.context, assembly.computed
 
     def _remember(self, question: str, stream: AnswerStream) -> None:
         """Take the context over, with the answer in it as far as it was generated."""

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Self
 
 from hypic_rag.answers import Answer, Source, Timings, TokenCounts
 from hypic_rag.config import Mode, Sampling, Seam
-from hypic_rag.engine.assemble import Request
+from hypic_rag.engine.assemble import Request, RequestState
 from hypic_rag.engine.context import Context, LazyContext
 from hypic_rag.engine.engine import Engine, load_model
+from hypic_rag.engine.pending import PendingState
 from hypic_rag.engine.probe import FidelityProbe
 from hypic_rag.engine.prompt import PromptFormat
-from hypic_rag.engine.segment_cache import Fetched, RequestState, SegmentCache
+from hypic_rag.engine.segment_cache import SegmentCache
 from hypic_rag.engine.streaming import stream_text
 from hypic_rag.errors import ConfigError, ContextLengthError
 from hypic_rag.families.model import HybridModel
@@ -552,14 +553,11 @@ class _Work:
             computed = context.length
         else:
             base, before = parts.base.get()
-            cache = kb.segment_cache()
-            fetched = cache.complete(cache.refresh(parts.states))
-            request = Request(parts.segments, fetched.states, parts.question, base, parts.lead)
-            assembly = kb.engine.assemble([request], self.mode)[0]
+            request = Request(parts.segments, parts.states, parts.question, base, parts.lead)
+            assembly = kb.segment_cache().assemble([request], self.mode)[0]
             context = assembly.context
-            computed = before + assembly.plan.computed
-            computed += encoded_tokens(fetched, parts.segments, self.seam)
-            self._explain(fetched)
+            computed = before + assembly.computed
+            self._explain(parts.states)
             if kb.probe is not None:
                 kb.probe.offer(context)
         clock.prefilled = time.perf_counter()
@@ -595,8 +593,8 @@ class _Work:
             del self.passages[kept:]
         return segments[:kept]
 
-    def _explain(self, fetched: Fetched) -> None:
-        if fetched.encoded and all(fetched.encoded):
+    def _explain(self, states: Sequence[RequestState]) -> None:
+        if states and all(isinstance(state, PendingState) for state in states):
             self.warnings.append(
                 "No passage had a cached state, so all were encoded for this request: they "
                 "weren't ingested with this model, dtype, conditioning and mode."
@@ -792,15 +790,6 @@ def sources_of(passages: Iterable[Passage]) -> tuple[Source, ...]:
         passage.source or Source("", index, 0.0, passage.text)
         for index, passage in enumerate(passages)
     )
-
-
-def encoded_tokens(fetched: Fetched, segments: Sequence[Segment], seam: Seam) -> int:
-    """Interior tokens of the segments that were encoded for this request."""
-    total = 0
-    for segment, encoded in zip(segments, fetched.encoded, strict=True):
-        start, end = seam.interior(len(segment))
-        total += (end - start) if encoded else 0
-    return total
 
 
 def _check_chunk_tokens(model: HybridModel, settings: StoreSettings) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from hypic_rag import KnowledgeBase, Mode, Passage, Sampling
 from hypic_rag.engine import encode, engine
@@ -123,7 +124,7 @@ def test_states_that_another_request_stored_meanwhile(
     kb.warm()
     first, second = (kb.prepare_from("Who keeps the light?", [KEEPER]) for _ in range(2))
     encoded = first.start()
-    monkeypatch.setattr(encode, "run_packed", lambda *_, **__: pytest.fail("encoded twice"))
+    monkeypatch.setattr(kb.store, "save_state", lambda *_: pytest.fail("encoded twice"))
     assert second.start().finish().tokens.computed < encoded.finish().tokens.computed
 
 
@@ -157,3 +158,27 @@ def test_a_rebuilt_conversation_is_built_at_the_start(kb: KnowledgeBase) -> None
     stream.finish()
     other.finish()
     assert session.ask("And for children?").tokens.reused > stream.context.length
+
+
+def test_what_is_missing_is_encoded_in_the_same_pass_and_stored(
+    kb: KnowledgeBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kb.warm()
+    cache, seam = kb.segment_cache(), kb.store.settings.seam
+    passages = [KEEPER, kb.retrieve(QUESTION)[0].text, KEEPER]
+    segments = [kb.prompt.segment(text) for text in passages]
+    assert cache.missing(segments, seam) == [segments[0]]
+    with monkeypatch.context() as patch:
+        patch.setattr(encode, "run_packed", lambda *_, **__: pytest.fail("a pass of its own"))
+        first = kb.answer_from("Who keeps the light?", passages, sampling=SHORT)
+    assert not cache.missing(segments, seam)
+    second = kb.answer_from("Who keeps the light?", passages, sampling=SHORT)
+    assert first.text == second.text
+    interior = len(segments[0]) - seam.head
+    assert first.tokens.computed == second.tokens.computed + 2 * interior
+    stored = cache.fetch(segments[:1], seam).states[0]
+    conditioning = kb.prefix(kb.store.settings.conditioning)[0]
+    expected = kb.engine.encode(segments[:1], seam, conditioning)[0]
+    assert stored is not None and expected is not None
+    for name, tensor in expected.to_tensors().items():
+        torch.testing.assert_close(stored.to_tensors()[name], tensor, rtol=1e-4, atol=1e-4)

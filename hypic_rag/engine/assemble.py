@@ -1,4 +1,8 @@
-"""Assembly: requests made of cached segments, seams and a question."""
+"""Assembly: requests made of cached segments, seams and a question.
+
+A segment whose state is still pending is encoded on the way: beside the requests' rows in the same
+pass or, where that doesn't pay, in a pass of its own in front of it.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,27 @@ from torch import Tensor
 
 from hypic_rag.config import Mode
 from hypic_rag.engine.context import Context
+from hypic_rag.engine.encode import encode_pending
 from hypic_rag.engine.layout import build_layout
-from hypic_rag.engine.packed import Wanted, run_packed
-from hypic_rag.engine.plan import RequestPlan, plan_request
+from hypic_rag.engine.packed import Missing, Wanted, run_packed
+from hypic_rag.engine.pending import PendingState
+from hypic_rag.engine.plan import RequestPlan, plan_encoding, plan_request
 from hypic_rag.errors import ConfigError, ContextLengthError, StateMismatchError
 from hypic_rag.families.model import HybridModel
 from hypic_rag.ops.choice import KernelChoice
 from hypic_rag.segments import Segment
 from hypic_rag.states import SegmentState
 
-__all__ = ["Assembly", "Request", "assemble", "plan_of"]
+__all__ = ["ONE_PASS_TOKENS", "Assembly", "Request", "RequestState", "assemble", "plan_of"]
+
+RequestState = SegmentState | PendingState | None
+"""A segment's state in a request: at hand, still to be encoded, or none to be had."""
+
+ONE_PASS_TOKENS = 4096
+"""Most tokens of missing segments that are encoded within the pass that uses their states.
+
+The encodings' activations and the requests' are then held at the same time.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,14 +42,15 @@ class Request:
 
     Attributes:
         segments: in prompt order.
-        states: per segment its cached state, or None to compute it whole.
+        states: per segment its cached state, a pending one to be encoded on the way, or None to
+            compute it whole.
         question: token ids behind the segments; at least one.
         base: a finished cache in front (resident system prompt, or the session so far).
         lead: token ids between the base and the segments, such as the end of the last answer.
     """
 
     segments: tuple[Segment, ...]
-    states: tuple[SegmentState | None, ...]
+    states: tuple[RequestState, ...]
     question: tuple[int, ...]
     base: Context | None = None
     lead: tuple[int, ...] = ()
@@ -57,12 +73,21 @@ class Assembly:
     Attributes:
         context: the finished cache and the logits of the next token.
         plan: what was computed and what was reused.
-        logits: ``[computed, vocab]`` of every computed token if asked for.
+        states: the request's states, those that were pending among them.
+        encoded: tokens of the plan's reused interiors that had to be encoded for it.
+        logits: of every token that the plan computes, ``[n, vocab]``, if asked for.
     """
 
     context: Context
     plan: RequestPlan
+    states: tuple[SegmentState | None, ...]
+    encoded: int
     logits: Tensor | None = None
+
+    @property
+    def computed(self) -> int:
+        """Tokens of the prompt, behind its base, that ran for this request."""
+        return self.plan.computed + self.encoded
 
 
 def plan_of(request: Request) -> RequestPlan:
@@ -92,15 +117,19 @@ def assemble(
     mode: Mode = Mode.SEAM,
     *,
     all_logits: bool = False,
+    one_pass_tokens: int = ONE_PASS_TOKENS,
     kernels: KernelChoice | None = None,
 ) -> list[Assembly]:
     """Prefill ``requests`` in one packed pass.
+
+    Whatever is pending in several places is encoded once.
 
     Args:
         model: the model that made the states.
         requests: any number, with different segments, lengths and hits.
         mode: how states are put together (:class:`~hypic_rag.config.Mode`, not ``FULL``).
         all_logits: also return the logits of every computed token.
+        one_pass_tokens: if the pending segments have more tokens, they're encoded before.
         kernels: which implementations the pass uses; by default the best for the device.
 
     Raises:
@@ -119,8 +148,12 @@ def assemble(
                 f"The prompt has {plan.length} tokens but the model's context holds "
                 f"{model.context_length}: retrieve fewer chunks or ask a shorter question."
             )
+    pending = _pending(requests)
+    made: dict[PendingState, SegmentState] = {}
+    if sum(state.length for state in pending) > one_pass_tokens:
+        made = encode_pending(model, pending, kernels=kernels)
     layout = build_layout(plans, model.kernel, model.device)
-    states = []
+    states: list[SegmentState | PendingState] = []
     for interior in layout.interiors:
         state = requests[interior.request].states[interior.segment]
         assert state is not None
@@ -129,15 +162,51 @@ def assemble(
                 f"Mode {mode.value!r} uses states of whole segments, but a state with the seam "
                 f"{state.seam} came: encode with the seam 0/0, or use the mode 'seam'."
             )
-        states.append(state)
-    bases = [request.base for request in requests]
-    wanted = Wanted.ALL if all_logits else Wanted.LAST
-    result = run_packed(model, layout, bases, states, mode, wanted=wanted, kernels=kernels)
+        states.append(made.get(state, state) if isinstance(state, PendingState) else state)
+    missing = _missing(model, [state for state in pending if state not in made])
+    result = run_packed(
+        model,
+        layout,
+        [request.base for request in requests],
+        states,
+        mode,
+        missing=missing,
+        wanted=Wanted.ALL if all_logits else Wanted.LAST,
+        kernels=kernels,
+    )
+    if missing is not None:
+        for one, layers in zip(missing.states, result.captured, strict=True):
+            made[one] = one.of(layers)
     last = result.logits[layout.last] if all_logits else result.logits
     assemblies = []
     for index, request in enumerate(requests):
         writes = layout.writes[index]
         mine = result.logits[writes[0].start : writes[-1].end] if all_logits else None
         context = Context(request.token_ids, result.caches[index], last[index])
-        assemblies.append(Assembly(context, plans[index], mine))
+        held = tuple(made[s] if isinstance(s, PendingState) else s for s in request.states)
+        assemblies.append(Assembly(context, plans[index], held, _encoded(request), mine))
     return assemblies
+
+
+def _pending(requests: Sequence[Request]) -> list[PendingState]:
+    """What's pending in ``requests``, each state once."""
+    states = (state for request in requests for state in request.states)
+    return list(dict.fromkeys(state for state in states if isinstance(state, PendingState)))
+
+
+def _encoded(request: Request) -> int:
+    """Tokens of a request's pending interiors, wherever they stand in it."""
+    pending = [state for state in request.states if isinstance(state, PendingState)]
+    return sum(end - start for start, end in (state.interior for state in pending))
+
+
+def _missing(model: HybridModel, pending: Sequence[PendingState]) -> Missing | None:
+    if not pending:
+        return None
+    plans = []
+    for state in pending:
+        plan = plan_encoding(state.offset, state.segment, state.seam)
+        assert plan is not None
+        plans.append(plan)
+    layout = build_layout(plans, model.kernel, model.device)
+    return Missing(tuple(pending), layout, tuple(state.context() for state in pending))

@@ -176,7 +176,8 @@ def _blocks(spans: Spans, before: int, base: int) -> list[tuple[int, int, int, i
     for run in spans.runs:
         moves.append((0, run.start, run.end - run.start, run.position, run.position))
     for cached in spans.cached:
-        moves.append((cached.interior + 1, 0, cached.length, cached.position, cached.turn))
+        turn = cached.position if cached.stays is None else cached.stays
+        moves.append((cached.interior + 1, 0, cached.length, cached.position, turn))
     size = triton_gather.BLOCK
     return [
         (

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hypic_rag.config import Seam
-from hypic_rag.engine.context import Context
+from hypic_rag.engine.context import Context, LazyContext
 from hypic_rag.engine.layout import build_layout
 from hypic_rag.engine.packed import Wanted, run_packed
+from hypic_rag.engine.pending import PendingState
 from hypic_rag.engine.plan import RequestPlan, plan_encoding
 from hypic_rag.families.model import HybridModel
 from hypic_rag.ops.choice import KernelChoice
 from hypic_rag.segments import Segment
 from hypic_rag.states import SegmentState
 
-__all__ = ["encode_segments"]
+__all__ = ["encode_pending", "encode_segments"]
 
 
 def encode_segments(
@@ -62,6 +63,22 @@ def encode_segments(
     if batch:
         _encode_batch(model, batch, segments, plans, seam, conditioning, states, kernels)
     return states
+
+
+def encode_pending(
+    model: HybridModel, pending: Sequence[PendingState], *, kernels: KernelChoice | None = None
+) -> dict[PendingState, SegmentState]:
+    """What's pending, encoded as :func:`encode_segments` does, in passes without any request."""
+    alike: dict[tuple[Seam, LazyContext | None], list[PendingState]] = {}
+    for state in pending:
+        alike.setdefault((state.seam, state.conditioning), []).append(state)
+    made: dict[PendingState, SegmentState] = {}
+    for (seam, conditioning), some in alike.items():
+        context = conditioning.get()[0] if conditioning else None
+        segments = [state.segment for state in some]
+        encoded = encode_segments(model, segments, seam, context, kernels=kernels)
+        made |= {one: state for one, state in zip(some, encoded, strict=True) if state is not None}
+    return made
 
 
 def _encode_batch(

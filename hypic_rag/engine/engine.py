@@ -11,8 +11,9 @@ import torch
 from hypic_rag.config import Mode, Sampling, Seam
 from hypic_rag.engine.assemble import Assembly, Request, assemble
 from hypic_rag.engine.context import Context, forward, new_cache
-from hypic_rag.engine.encode import encode_segments
+from hypic_rag.engine.encode import encode_pending, encode_segments
 from hypic_rag.engine.generate import generate_tokens
+from hypic_rag.engine.pending import PendingState
 from hypic_rag.engine.prompt import PromptFormat
 from hypic_rag.engine.self_test import self_test
 from hypic_rag.engine.streaming import stream_text
@@ -131,6 +132,10 @@ class Engine:
     ) -> list[SegmentState | None]:
         """States of segments; see :func:`~hypic_rag.engine.encode.encode_segments`."""
         return encode_segments(self.model, segments, seam, conditioning)
+
+    def encode_pending(self, pending: Sequence[PendingState]) -> dict[PendingState, SegmentState]:
+        """Pending states; see :func:`~hypic_rag.engine.encode.encode_pending`."""
+        return encode_pending(self.model, pending)
 
     def assemble(self, requests: Sequence[Request], mode: Mode = Mode.SEAM) -> list[Assembly]:
         """Prefill requests in one packed pass; see :func:`~hypic_rag.engine.assemble.assemble`."""

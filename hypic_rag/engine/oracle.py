@@ -13,6 +13,7 @@ from hypic_rag.config import Mode
 from hypic_rag.engine.assemble import Request, plan_of
 from hypic_rag.engine.context import Context, forward, linear_state, new_cache, set_linear_state
 from hypic_rag.engine.plan import Computed, RequestPlan
+from hypic_rag.errors import ConfigError
 from hypic_rag.families.model import HybridModel
 from hypic_rag.ops.rope import rotate
 from hypic_rag.states import AttentionState, SegmentState
@@ -40,7 +41,11 @@ def assemble_sequentially(
             logits.append(run)
         else:
             state = request.states[piece.segment]
-            assert state is not None
+            if not isinstance(state, SegmentState):
+                raise ConfigError(
+                    f"Segment {piece.segment} has a pending state, but the oracle encodes nothing: "
+                    "give it encoded ones."
+                )
             with torch.inference_mode():
                 _apply_interior(model, cache, state, piece.start, mode)
     computed = torch.cat(logits)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from hypic_rag.config import Seam
+from hypic_rag.config import Mode, Seam
+from hypic_rag.engine.assemble import Assembly, Request, RequestState
 from hypic_rag.engine.context import Context, LazyContext
 from hypic_rag.engine.engine import Engine
 from hypic_rag.engine.pending import PendingState
@@ -17,12 +18,9 @@ from hypic_rag.segments import Segment, SegmentKey, token_digest
 from hypic_rag.states import SegmentState
 from hypic_rag.store import SegmentStore
 
-__all__ = ["Fetched", "RequestState", "SegmentCache", "StatePool"]
+__all__ = ["Fetched", "SegmentCache", "StatePool"]
 
 _log = logging.getLogger(__name__)
-
-RequestState = SegmentState | PendingState | None
-"""A segment's state in a request: at hand, still to be encoded, or none to be had."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,9 +148,30 @@ class SegmentCache:
             found[index] = pending if state is None else state
         return tuple(found)
 
-    def refresh(self, states: Sequence[RequestState]) -> tuple[RequestState, ...]:
+    def assemble(self, requests: Sequence[Request], mode: Mode) -> list[Assembly]:
+        """Prefill ``requests``; pending states of this cache are encoded on the way and stored.
+
+        What has been stored since a state was found missing is taken from the store. A store that
+        can't be written costs speed, never an answer: that's logged.
+
+        Raises:
+            as :func:`~hypic_rag.engine.assemble.assemble`.
+        """
+        fresh = [replace(each, states=self._refresh(each.states)) for each in requests]
+        assemblies = self._engine.assemble(fresh, mode)
+        made = {
+            pending: state
+            for request, assembly in zip(fresh, assemblies, strict=True)
+            for pending, state in zip(request.states, assembly.states, strict=True)
+            if isinstance(pending, PendingState) and state is not None
+        }
+        for pending, state in made.items():
+            self._keep(pending, state)
+        return assemblies
+
+    def _refresh(self, states: Sequence[RequestState]) -> tuple[RequestState, ...]:
         """``states`` with what has been stored since they were loaded."""
-        pending = [state for state in states if isinstance(state, PendingState)]
+        pending = list(dict.fromkeys(s for s in states if isinstance(s, PendingState)))
         if not pending:
             return tuple(states)
         keys = [self.key(state.segment, state.seam) for state in pending]
@@ -166,33 +185,21 @@ class SegmentCache:
             for state in states
         )
 
-    def complete(self, states: Sequence[RequestState]) -> Fetched:
-        """Encode what's pending among ``states`` and, if possible, store it.
-
-        A store that can't be written costs speed, never an answer: that's logged.
-        """
-        pending = list(dict.fromkeys(s for s in states if isinstance(s, PendingState)))
-        fresh: dict[PendingState, SegmentState] = {}
-        for seam in {state.seam for state in pending}:
-            some = [state for state in pending if state.seam == seam]
-            segments = [state.segment for state in some]
-            encoded = self._engine.encode(segments, seam, self._context(segments))
-            for one, state in zip(some, encoded, strict=True):
-                assert state is not None
-                fresh[one] = state
-                self._keep(one, state)
-        return Fetched(
-            tuple(fresh[s] if isinstance(s, PendingState) else s for s in states),
-            tuple(isinstance(s, PendingState) for s in states),
-        )
-
     def fetch(self, segments: Sequence[Segment], seam: Seam) -> Fetched:
-        """States of ``segments``; what's missing is encoded and, if possible, stored.
+        """States of ``segments``; what's missing is encoded by itself and, if possible, stored.
 
         A damaged state counts as missing. A store that can't be written costs speed, never an
         answer: that's logged.
         """
-        return self.complete(self.load(segments, seam))
+        states = self.load(segments, seam)
+        pending = dict.fromkeys(state for state in states if isinstance(state, PendingState))
+        made = self._engine.encode_pending(list(pending))
+        for one, state in made.items():
+            self._keep(one, state)
+        return Fetched(
+            tuple(made[s] if isinstance(s, PendingState) else s for s in states),
+            tuple(isinstance(s, PendingState) for s in states),
+        )
 
     def _keep(self, pending: PendingState, state: SegmentState) -> None:
         try:

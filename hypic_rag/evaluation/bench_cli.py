@@ -57,6 +57,10 @@ def ttft(
     batch: Annotated[
         int, typer.Option(min=1, help="Also time so many requests in one pass against singly.")
     ] = 1,
+    missing: Annotated[
+        int,
+        typer.Option(min=0, help="Also time requests that lack the states of so many segments."),
+    ] = 0,
     repeats: Repeats = 5,
     device: Device = "auto",
     dtype: Dtype = "float32",
@@ -67,7 +71,13 @@ def ttft(
 ) -> None:
     """Time to the first token: recompute, prefix reuse, assembly, and assembly's floor."""
     from hypic_rag.config import Seam
-    from hypic_rag.evaluation.ttft import WAYS, Case, measure_batch, measure_ttft
+    from hypic_rag.evaluation.ttft import (
+        WAYS,
+        Case,
+        measure_batch,
+        measure_misses,
+        measure_ttft,
+    )
 
     chosen = WAYS if ways is None else tuple(part.strip() for part in ways.split(","))
     unknown = set(chosen) - set(WAYS)
@@ -96,6 +106,11 @@ def ttft(
                 entry["batch"] = {name: sample.to_json() for name, sample in samples.items()}
                 for name, sample in samples.items():
                     _say(_line(f"{name} of {batch}", sample, samples["batch"]), as_json)
+            if missing:
+                samples = measure_misses(loaded, case, missing, repeats, timer)
+                entry["missing"] = {name: sample.to_json() for name, sample in samples.items()}
+                for name, sample in samples.items():
+                    _say(_line(f"{missing} missing, {name}", sample, samples["one pass"]), as_json)
             report.append(entry)
     if plot is not None:
         _plot_ttft(plot, report)

@@ -114,7 +114,7 @@ def measure_tiers(
         path = Path(place) / "store"
         with SegmentStore.create(path, StoreSettings(dimension=8)) as store:
             for key, state in zip(keys, request.states, strict=True):
-                assert state is not None
+                assert isinstance(state, SegmentState)
                 store.save_state(key, state)
 
         def from_store(store: SegmentStore) -> Callable[[], torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,9 +13,18 @@ from torch import Tensor
 
 from hypic_rag.config import Seam
 from hypic_rag.engine.assemble import Request, assemble
-from hypic_rag.engine.context import Context, attention_kv, forward, linear_state, new_cache
+from hypic_rag.engine.context import (
+    Context,
+    LazyContext,
+    attention_kv,
+    forward,
+    linear_state,
+    new_cache,
+)
 from hypic_rag.engine.encode import encode_segments
 from hypic_rag.engine.oracle import assemble_sequentially
+from hypic_rag.engine.pending import PendingState
+from hypic_rag.errors import ConfigError
 from hypic_rag.evaluation.timing import Sample, Timed, alternate, peak_memory, require_equal
 from hypic_rag.families.base import LinearSpec
 from hypic_rag.families.model import HybridModel
@@ -23,7 +32,15 @@ from hypic_rag.ops.choice import KernelChoice
 from hypic_rag.segments import Segment
 from hypic_rag.states import SegmentState
 
-__all__ = ["Case", "TtftResult", "case_of", "measure_batch", "measure_ttft", "random_tokens"]
+__all__ = [
+    "Case",
+    "TtftResult",
+    "case_of",
+    "measure_batch",
+    "measure_misses",
+    "measure_ttft",
+    "random_tokens",
+]
 
 WAYS = ("recompute", "own recompute", "prefix reuse", "assembly", "floor")
 """What is timed.
@@ -218,7 +235,7 @@ def measure_ttft(
         computed=computed,
         samples=samples,
         differences=differences,
-        state_bytes=sum(state.nbytes for state in request.states if state),
+        state_bytes=sum(state.nbytes for state in assembled.states if state),
         cache_bytes=held_bytes,
         peak_bytes=peak,
     )
@@ -263,5 +280,55 @@ def measure_batch(
         },
         repeats,
         device=model.device,
+        clock=clock,
+    )
+
+
+def measure_misses(
+    model: HybridModel,
+    case: Case,
+    missing: int = 1,
+    repeats: int = 5,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Sample]:
+    """A request that lacks the states of ``missing`` of its segments.
+
+    ``one pass`` encodes them beside the request's rows, ``two passes`` in front; ``hits`` is the
+    same request with all its states.
+
+    Raises:
+        ConfigError: there aren't so many segments.
+        WrongResultError: the results differ.
+    """
+    if not 0 < missing <= case.segments:
+        raise ConfigError(
+            f"Of {case.segments} segments, 1 to {case.segments} can be missing, not {missing}."
+        )
+    hits = case_of(model, case)
+    assert hits.base is not None
+    conditioning = LazyContext.of(hits.base)
+    pending = (PendingState(each, case.seam, conditioning) for each in hits.segments[:missing])
+    misses = replace(hits, states=(*pending, *hits.states[missing:]))
+
+    def way(request: Request, one_pass_tokens: int) -> Timed:
+        return lambda: (
+            lambda: assemble(model, [request], one_pass_tokens=one_pass_tokens)[0].context.logits
+        )
+
+    def compare(results: Mapping[str, object]) -> None:
+        expected = results["hits"]
+        for name, logits in results.items():
+            assert isinstance(logits, Tensor) and isinstance(expected, Tensor)
+            require_equal(f"{name} against hits", logits, expected, TOLERANCE[model.dtype])
+
+    return alternate(
+        {
+            "one pass": way(misses, missing * case.tokens),
+            "two passes": way(misses, 0),
+            "hits": way(hits, 0),
+        },
+        repeats,
+        device=model.device,
+        compare=compare,
         clock=clock,
     )

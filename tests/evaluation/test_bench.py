@@ -22,7 +22,7 @@ from hypic_rag.evaluation.timing import (
     peak_memory,
     require_equal,
 )
-from hypic_rag.evaluation.ttft import Case, measure_batch, measure_ttft
+from hypic_rag.evaluation.ttft import Case, measure_batch, measure_misses, measure_ttft
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def test_ttft(tmp_path: Path) -> None:
     plot = tmp_path / "ttft.svg"
     report = run(
         "ttft", "--segments", "2,3", "--tokens", "40", "--repeats", "1", "--batch", "2",
-        "--plot", str(plot),
+        "--missing", "1", "--plot", str(plot),
     )  # fmt: skip
     first, second = report["results"]
     assert first["prompt_tokens"] == 32 + 80 + 48
@@ -46,6 +46,7 @@ def test_ttft(tmp_path: Path) -> None:
     assert set(first["seconds"]) == set(first["ratios_to_assembly"]) | {"assembly"}
     assert len(first["differences"]) == 3
     assert set(first["batch"]) == {"batch", "single"}
+    assert set(first["missing"]) == {"one pass", "two passes", "hits"}
     assert plot.read_text().startswith("<svg")
     assert report["about"]["model"] == "random tiny"
 
@@ -145,6 +146,12 @@ def test_peak_memory_sees_what_is_taken() -> None:
     result, peak = peak_memory(take, CPU)
     assert result == 1
     assert 60 << 20 <= peak <= 80 << 20
+
+
+def test_more_segments_cant_be_missing_than_there_are() -> None:
+    for missing in (0, 3):
+        with pytest.raises(ConfigError, match="can be missing"):
+            measure_misses(random_model("tiny"), Case(2, 40), missing)
 
 
 def test_batching_and_pools_are_compared() -> None:
