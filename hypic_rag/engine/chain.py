@@ -15,10 +15,11 @@ from torch import Tensor
 
 from hypic_rag.engine.layout import BeginCapture, Bucket, ChunkStep, Layout, ReuseStep
 from hypic_rag.operators import AffineMap, Dense
-from hypic_rag.ops.gated_delta_rule import ChunkFactors, advance_, chunk_factors
+from hypic_rag.ops.fla_scan import FlaKernel, scan_rows
+from hypic_rag.ops.gated_delta_rule import CHUNK, ChunkFactors, advance_, chunk_factors
 from hypic_rag.states import LinearState
 
-__all__ = ["Tokens", "Walked", "Walker", "walk"]
+__all__ = ["FlaWalk", "Tokens", "Walked", "Walker", "walk"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,3 +146,40 @@ def captured_map(columns: Tensor, before: Tensor) -> AffineMap:
     values = before.shape[-1]
     matrix = columns[..., values:].contiguous()
     return AffineMap(Dense(matrix), columns[..., :values] - matrix @ before)
+
+
+@dataclass(frozen=True, eq=False)
+class FlaWalk:
+    """The walk by fla's kernel, for layouts that consist of rows alone (:meth:`serves`).
+
+    Between cached interiors there are only short rows, which a kernel per row would slow down.
+    """
+
+    kernel: FlaKernel
+    dtype: torch.dtype
+
+    @staticmethod
+    def serves(layout: Layout) -> bool:
+        """Whether nothing is reused or captured, and there's enough to scan."""
+        return not (layout.interiors or layout.captures) and layout.token_ids.shape[0] >= CHUNK
+
+    def __call__(
+        self,
+        layout: Layout,
+        tokens: Tokens,
+        initial: Sequence[Tensor | None],
+        interiors: Sequence[LinearState],
+        *,
+        applies_transition: bool = True,
+    ) -> Walked:
+        """Walk all requests of ``layout``."""
+        _, heads, keys = tokens.k.shape
+        states = tokens.k.new_zeros(len(initial), heads, keys, tokens.v.shape[-1])
+        for request, state in enumerate(initial):
+            if state is not None:
+                states[request] = state
+        ends = [writes[-1].end for writes in layout.writes]
+        bounds = torch.tensor([0, *ends], device=tokens.k.device)
+        parts = (tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta)
+        out, final = scan_rows(self.kernel, *parts, bounds, states, self.dtype)
+        return Walked(out, final, {})

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hypic_rag.config import Mode
-from hypic_rag.engine.chain import Tokens, walk
+from hypic_rag.engine.chain import FlaWalk, Tokens, Walker, walk
 from hypic_rag.engine.context import (
     Context,
     attention_kv,
@@ -35,6 +35,7 @@ from hypic_rag.families.base import AttentionInputs, AttentionSpec, LinearInputs
 from hypic_rag.families.model import HybridModel
 from hypic_rag.ops.attention import attend_run
 from hypic_rag.ops.choice import KernelChoice, best_kernels
+from hypic_rag.ops.fla_scan import checked_kernel
 from hypic_rag.ops.rope import rotate, rotate_
 from hypic_rag.ops.short_conv import convolve, convolve_windows
 from hypic_rag.states import AttentionState, LayerState, LinearState, SegmentState
@@ -185,6 +186,8 @@ class _Rows:
         self.where = slice(offset, offset + layout.token_ids.shape[0])
         self.captured: list[list[LayerState]] = [[] for _ in layout.captures]
         self.caches = [new_cache(model.config) for _ in bases] if keeps_caches else []
+        self.dtype = model.dtype
+        self.scans = kernels.fla and FlaWalk.serves(layout)
         self.kernels = None
         if kernels.linear or kernels.gather:
             from hypic_rag.engine.device_walk import DeviceTables
@@ -215,8 +218,7 @@ class _Rows:
         initial = [
             None if base is None else linear_state(base.cache, index)[1] for base in self.bases
         ]
-        walker = walk if self.kernels is None else self.kernels.walker(interiors)
-        walked = walker(
+        walked = self._walker(spec, interiors)(
             self.layout, tokens, initial, interiors, applies_transition=mode.applies_transition
         )
         ends = source[self.layout.conv_end].transpose(1, 2).contiguous()
@@ -228,6 +230,16 @@ class _Rows:
             kept = LinearState(walked.maps[capture.request], tail.transpose(0, 1).contiguous())
             self.captured[slot].append(kept)
         return walked.out
+
+    def _walker(self, spec: LinearSpec, interiors: Sequence[LinearState]) -> Walker:
+        """The fastest walk that serves a layer."""
+        if self.scans:
+            device = self.layout.token_ids.device
+            sizes = (spec.heads, spec.key_dim, spec.value_dim)
+            kernel = checked_kernel(device, self.dtype, *sizes)
+            if kernel is not None:
+                return FlaWalk(kernel, self.dtype)
+        return walk if self.kernels is None else self.kernels.walker(interiors)
 
     def _conv_source(
         self, index: int, spec: LinearSpec, raw: Tensor, interiors: Sequence[LinearState]

@@ -1,10 +1,11 @@
 """Check and measure everything that needs a GPU: ``python -m hypic_rag.evaluation.gpu_check``.
 
-First the Triton kernels against float64, with fresh random inputs; then whole passes by kernels
-against passes in plain torch and against the library; then a table of times to the first token for
-random models in the shapes of Qwen3.5. It needs torch, transformers, numpy, safetensors and, for
-the kernels, Triton; nothing of the store. Without a GPU it runs a small table on the CPU, and the
-kernels only under Triton's interpreter (``TRITON_INTERPRET=1``).
+First the Triton kernels against float64, with fresh random inputs, and fla's kernel if it's
+installed; then whole passes by kernels against passes in plain torch and against the library; then
+a table of times to the first token for random models in the shapes of Qwen3.5. It needs torch,
+transformers, numpy, safetensors and, for the kernels, Triton; nothing of the store. Without a GPU
+it runs a small table on the CPU, and the kernels only under Triton's interpreter
+(``TRITON_INTERPRET=1``).
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ from hypic_rag.evaluation.timing import require_equal
 from hypic_rag.evaluation.ttft import Case, TtftResult, measure_ttft, random_tokens
 from hypic_rag.operators import AffineMap, Dense
 from hypic_rag.ops.choice import KernelChoice, best_kernels, has_triton
+from hypic_rag.ops.fla_scan import TOLERANCE, deviation, has_fla, load_kernel
 from hypic_rag.ops.gated_delta_rule import l2_normalize
 from hypic_rag.ops.rope import rotate
 from hypic_rag.segments import Segment
 from hypic_rag.states import AttentionState, LinearState
 
-__all__ = ["check_kernels", "check_passes", "main", "measure_table"]
+__all__ = ["check_fla", "check_kernels", "check_passes", "main", "measure_table"]
 
 _KERNEL_TOLERANCE = 2e-5
 """Relative to the largest value; float32 by tensor cores in three products (tf32x3)."""
@@ -67,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             report["kernels"] = None
             print("kernels: not checked (they need a GPU, or Triton's interpreter)", flush=True)
+        report["fla"] = check_fla(device) if has_fla() else None
         report["passes"] = check_passes(device)
         report["table"] = [
             result.to_json() | {"shape": shape}
@@ -124,8 +127,28 @@ def check_kernels(device: torch.device) -> dict[str, float]:
         found[f"gather {str(dtype).removeprefix('torch.')}"] = _check_gather(
             device, dtype, tolerance
         )
-    for name, deviation in found.items():
-        print(f"kernel {name}: {deviation:.1e}", flush=True)
+    for name, worst in found.items():
+        print(f"kernel {name}: {worst:.1e}", flush=True)
+    return found
+
+
+def check_fla(device: torch.device) -> dict[str, float | str]:
+    """Largest relative deviations of fla's kernel, by size and dtype; or why there's none.
+
+    What's printed as "not used" is served by the kernels above instead, so it's no failure.
+    """
+    found: dict[str, float | str] = {}
+    for heads, keys, values in ((16, 128, 128), (3, 96, 192)):
+        for dtype, tolerance in TOLERANCE.items():
+            name = f"{heads}x{keys}x{values} {str(dtype).removeprefix('torch.')}"
+            try:
+                got = deviation(load_kernel(), device, dtype, heads, keys, values)
+            except Exception as error:  # whatever a foreign package may raise
+                found[name] = f"not used: {type(error).__name__}: {error}"
+            else:
+                found[name] = got if got <= tolerance else f"not used: deviates by {got:.1e}"
+            shown = found[name]
+            print(f"fla {name}: {shown if isinstance(shown, str) else f'{shown:.1e}'}", flush=True)
     return found
 
 
@@ -211,7 +234,7 @@ def _check_gather(device: torch.device, dtype: torch.dtype, tolerance: float) ->
     spans = Spans(
         251,
         (Write(0, 4, 37), Write(4, 8, 174), Write(8, 11, 248)),
-        (Cached(0, 41, 133, 41), Cached(1, 178, 70, 178)),
+        (Cached(0, 41, 133), Cached(1, 178, 70)),
     )
     tables = DeviceTables(_hits(device), device, KernelChoice.triton())
     keys, values = tables.gather(0, base, spans, interiors, computed, (cos, sin))
@@ -276,8 +299,8 @@ def check_passes(device: torch.device) -> dict[str, float]:
             plain,
             1e-3,
         )
-    for name, deviation in found.items():
-        print(f"pass, {name}: {deviation:.1e}", flush=True)
+    for name, worst in found.items():
+        print(f"pass, {name}: {worst:.1e}", flush=True)
     return found
 
 

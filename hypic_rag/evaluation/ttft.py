@@ -318,7 +318,8 @@ def measure_misses(
     def compare(results: Mapping[str, object]) -> None:
         expected = results["hits"]
         for name, logits in results.items():
-            assert isinstance(logits, Tensor) and isinstance(expected, Tensor)
+            assert isinstance(logits, Tensor)
+            assert isinstance(expected, Tensor)
             require_equal(f"{name} against hits", logits, expected, TOLERANCE[model.dtype])
 
     return alternate(

@@ -8,20 +8,25 @@ from dataclasses import dataclass
 
 import torch
 
+from hypic_rag.ops.fla_scan import has_fla
+
 __all__ = ["KernelChoice", "best_kernels", "has_triton"]
 
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The implementation of the steps that exist twice, in torch and as Triton kernels.
+    """The implementation of the steps that exist more than once.
 
     Attributes:
         linear: the chunks' triangular systems, and the walk over chunks and cached interiors.
         gather: keys and values into a request's cache, keys turned to their positions.
+        fla: scans of rows without cached interiors in half precision, by fla's kernel; see
+            :mod:`hypic_rag.ops.fla_scan`.
     """
 
     linear: bool = False
     gather: bool = False
+    fla: bool = False
 
     @classmethod
     def torch(cls) -> KernelChoice:
@@ -30,7 +35,7 @@ class KernelChoice:
 
     @classmethod
     def triton(cls) -> KernelChoice:
-        """Triton kernels wherever there is one."""
+        """This package's Triton kernels wherever there is one."""
         return cls(linear=True, gather=True)
 
 
@@ -41,7 +46,7 @@ def has_triton() -> bool:
 
 
 def best_kernels(device: torch.device) -> KernelChoice:
-    """Triton's kernels on a CUDA device where Triton is installed, plain torch elsewhere."""
-    if device.type == "cuda" and has_triton():
-        return KernelChoice.triton()
-    return KernelChoice.torch()
+    """What's installed of Triton and fla on a CUDA device, plain torch elsewhere."""
+    if device.type != "cuda":
+        return KernelChoice.torch()
+    return KernelChoice(linear=has_triton(), gather=has_triton(), fla=has_fla())

@@ -12,15 +12,17 @@ from torch import Tensor
 from hypic_rag.config import Mode, Seam
 from hypic_rag.engine.assemble import Request, assemble, plan_of
 from hypic_rag.engine.chain import Tokens, walk
-from hypic_rag.engine.context import attention_kv, linear_state
+from hypic_rag.engine.context import LazyContext, attention_kv, linear_state
 from hypic_rag.engine.encode import encode_segments
 from hypic_rag.engine.layout import Layout, Write, build_layout
 from hypic_rag.engine.oracle import recompute
 from hypic_rag.engine.packed import Cached, Spans
+from hypic_rag.engine.pending import PendingState
 from hypic_rag.engine.plan import plan_encoding, plan_request
 from hypic_rag.operators import AffineMap, Dense, Elementwise
 from hypic_rag.ops.choice import KernelChoice, best_kernels
 from hypic_rag.ops.gated_delta_rule import l2_normalize, scan
+from hypic_rag.ops.rope import rotate
 from hypic_rag.segments import Segment
 from hypic_rag.states import AttentionState, LinearState
 
@@ -159,8 +161,6 @@ def test_other_transitions_take_the_walk_in_torch() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rotary", [0, 8, 24])
 def test_gather(dtype: torch.dtype, rotary: int) -> None:
-    from hypic_rag.ops.rope import rotate
-
     torch.manual_seed(rotary)
     groups, width = 3, 24
     angle = torch.randn(200, rotary // 2)
@@ -177,7 +177,7 @@ def test_gather(dtype: torch.dtype, rotary: int) -> None:
     spans = Spans(
         149,
         (Write(2, 6, 37), Write(6, 9, 111), Write(9, 11, 147)),
-        (Cached(0, 41, 70, 41), Cached(1, 114, 33, 9)),
+        (Cached(0, 41, 70), Cached(1, 114, 33, stays=9)),
     )
     layout = request_layout()
     keys, values = tables(layout).gather(0, base, spans, interiors, computed, (cos, sin))
@@ -244,6 +244,52 @@ def test_a_whole_pass() -> None:
                 read(mine.context.cache, index), read(yours.context.cache, index), strict=True
             ):
                 torch.testing.assert_close(x, y, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("mode", [Mode.TRANSITION, Mode.TRANSITION_ROPE])
+def test_keys_turn_to_the_same_place(mode: Mode) -> None:
+    """To where a segment stands now or, in modes that don't move keys, to where it stood."""
+    model = tiny_model("qwen3_5")
+    base = recompute(model, tuple(range(20, 30)))[0]
+    segments = tuple(Segment(tuple(range(i, i + n))) for i, n in enumerate((34, 13)))
+    states = tuple(encode_segments(model, segments, Seam(0, 0), base))
+    full = next(i for i, spec in enumerate(model.layers) if not hasattr(spec, "key_dim"))
+    held = states[1]
+    assert held is not None and isinstance(held.layers[full], AttentionState)
+    request = Request(segments, states, (5, 6), base)
+    plain, got = (
+        attention_kv(assemble(model, [request], mode, kernels=kernels)[0].context.cache, full)
+        for kernels in (KernelChoice.torch(), KernelChoice(gather=True))
+    )
+    position = 10 if mode is Mode.TRANSITION else 10 + 34
+    table = model.family.rotary(
+        model.decoder, model.embedding_like(), torch.arange(position, position + 13, device=DEVICE)
+    )
+    expected = rotate(held.layers[full].keys, *table)
+    for keys, _ in (plain, got):
+        torch.testing.assert_close(keys[:, 44:57], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got[0], plain[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got[1], plain[1])
+
+
+def test_what_is_missing_in_the_same_pass() -> None:
+    model = tiny_model("qwen3_5")
+    base = recompute(model, tuple(range(20, 30)))[0]
+    pending = [
+        PendingState(Segment(tuple(range(i, i + n))), Seam(4, 1), LazyContext.of(base))
+        for i, n in enumerate((34, 7))
+    ]
+    segments = (pending[0].segment, pending[1].segment, pending[0].segment)
+    request = Request(segments, (*pending, pending[0]), (5, 6, 7), base)
+    expected, got = (
+        assemble(model, [request], kernels=kernels)[0]
+        for kernels in (KernelChoice.torch(), KernelChoice.triton())
+    )
+    torch.testing.assert_close(got.context.logits, expected.context.logits, rtol=0, atol=2e-4)
+    for mine, yours in zip(got.states, expected.states, strict=True):
+        assert mine is not None and yours is not None
+        for name, tensor in yours.to_tensors().items():
+            torch.testing.assert_close(mine.to_tensors()[name], tensor, rtol=1e-4, atol=1e-4)
 
 
 def test_the_best_choice_is_torch_on_a_cpu() -> None:
