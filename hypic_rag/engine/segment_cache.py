@@ -149,27 +149,27 @@ class SegmentCache:
         return tuple(found)
 
     def assemble(self, requests: Sequence[Request], mode: Mode) -> list[Assembly]:
-        """Prefill ``requests``; pending states of this cache are encoded on the way and stored.
-
-        What has been stored since a state was found missing is taken from the store. A store that
-        can't be written costs speed, never an answer: that's logged.
-
-        Raises:
-            as :func:`~hypic_rag.engine.assemble.assemble`.
-        """
-        fresh = [replace(each, states=self._refresh(each.states)) for each in requests]
+        """:meth:`refresh`, the pass, and :meth:`keep`."""
+        fresh = [replace(each, states=self.refresh(each.states)) for each in requests]
         assemblies = self._engine.assemble(fresh, mode)
+        for request, assembly in zip(fresh, assemblies, strict=True):
+            self.keep(request, assembly)
+        return assemblies
+
+    def keep(self, request: Request, assembly: Assembly) -> None:
+        """Store the states that were pending in ``request`` and that its pass has encoded.
+
+        A store that can't be written costs speed, never an answer: that's logged.
+        """
         made = {
             pending: state
-            for request, assembly in zip(fresh, assemblies, strict=True)
             for pending, state in zip(request.states, assembly.states, strict=True)
             if isinstance(pending, PendingState) and state is not None
         }
         for pending, state in made.items():
             self._keep(pending, state)
-        return assemblies
 
-    def _refresh(self, states: Sequence[RequestState]) -> tuple[RequestState, ...]:
+    def refresh(self, states: Sequence[RequestState]) -> tuple[RequestState, ...]:
         """``states`` with what has been stored since they were loaded."""
         pending = list(dict.fromkeys(s for s in states if isinstance(s, PendingState)))
         if not pending:
