@@ -237,7 +237,7 @@ class ChatSession:
         cache, seam = kb.segment_cache(), self._mode.seam(kb.store.settings.seam)
         with cache.lease(said.segments, seam):
             request = replace(said, states=cache.load(said.segments, seam))
-            assembly = cache.assemble([request], self._mode)[0]
+            assembly = cache.assemble(request, self._mode)
         return assembly.context, assembly.computed
 
     def _remember(self, question: str, stream: AnswerStream) -> None:

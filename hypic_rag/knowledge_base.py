@@ -554,7 +554,7 @@ class _Work:
         else:
             base, before = parts.base.get()
             request = Request(parts.segments, parts.states, parts.question, base, parts.lead)
-            assembly = kb.segment_cache().assemble([request], self.mode)[0]
+            assembly = kb.segment_cache().assemble(request, self.mode)
             context = assembly.context
             computed = before + assembly.computed
             self._explain(parts.states)

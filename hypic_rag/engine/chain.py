@@ -153,10 +153,23 @@ class FlaWalk:
     """The walk by fla's kernel, for layouts that consist of rows alone (:meth:`serves`).
 
     Between cached interiors there are only short rows, which a kernel per row would slow down.
+
+    Attributes:
+        kernel: checked.
+        dtype: in which it multiplies.
+        bounds: :meth:`bounds_of` the layout; the same tensor for all layers, as the kernel derives
+            further tables from it and keeps them.
     """
 
     kernel: FlaKernel
     dtype: torch.dtype
+    bounds: Tensor
+
+    @staticmethod
+    def bounds_of(layout: Layout) -> Tensor:
+        """Where the requests' rows begin, and where the last ones end ``[B + 1]``."""
+        ends = [writes[-1].end for writes in layout.writes]
+        return torch.tensor([0, *ends], device=layout.token_ids.device)
 
     @staticmethod
     def serves(layout: Layout) -> bool:
@@ -178,8 +191,6 @@ class FlaWalk:
         for request, state in enumerate(initial):
             if state is not None:
                 states[request] = state
-        ends = [writes[-1].end for writes in layout.writes]
-        bounds = torch.tensor([0, *ends], device=tokens.k.device)
         parts = (tokens.q, tokens.k, tokens.v, tokens.g, tokens.beta)
-        out, final = scan_rows(self.kernel, *parts, bounds, states, self.dtype)
+        out, final = scan_rows(self.kernel, *parts, self.bounds, states, self.dtype)
         return Walked(out, final, {})

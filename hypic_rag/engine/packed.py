@@ -187,7 +187,8 @@ class _Rows:
         self.captured: list[list[LayerState]] = [[] for _ in layout.captures]
         self.caches = [new_cache(model.config) for _ in bases] if keeps_caches else []
         self.dtype = model.dtype
-        self.scans = kernels.fla and FlaWalk.serves(layout)
+        scans = kernels.fla and FlaWalk.serves(layout)
+        self.bounds = FlaWalk.bounds_of(layout) if scans else None
         self.kernels = None
         if kernels.linear or kernels.gather:
             from hypic_rag.engine.device_walk import DeviceTables
@@ -233,12 +234,11 @@ class _Rows:
 
     def _walker(self, spec: LinearSpec, interiors: Sequence[LinearState]) -> Walker:
         """The fastest walk that serves a layer."""
-        if self.scans:
-            device = self.layout.token_ids.device
+        if self.bounds is not None:
             sizes = (spec.heads, spec.key_dim, spec.value_dim)
-            kernel = checked_kernel(device, self.dtype, *sizes)
+            kernel = checked_kernel(self.bounds.device, self.dtype, *sizes)
             if kernel is not None:
-                return FlaWalk(kernel, self.dtype)
+                return FlaWalk(kernel, self.dtype, self.bounds)
         return walk if self.kernels is None else self.kernels.walker(interiors)
 
     def _conv_source(

@@ -148,26 +148,30 @@ class SegmentCache:
             found[index] = pending if state is None else state
         return tuple(found)
 
-    def assemble(self, requests: Sequence[Request], mode: Mode) -> list[Assembly]:
+    def assemble(self, request: Request, mode: Mode) -> Assembly:
         """:meth:`refresh`, the pass, and :meth:`keep`."""
-        fresh = [replace(each, states=self.refresh(each.states)) for each in requests]
-        assemblies = self._engine.assemble(fresh, mode)
-        for request, assembly in zip(fresh, assemblies, strict=True):
-            self.keep(request, assembly)
-        return assemblies
+        fresh = replace(request, states=self.refresh(request.states))
+        assembly = self._engine.assemble([fresh], mode)[0]
+        self.keep(fresh, assembly)
+        return assembly
 
     def keep(self, request: Request, assembly: Assembly) -> None:
         """Store the states that were pending in ``request`` and that its pass has encoded.
 
-        A store that can't be written costs speed, never an answer: that's logged.
+        What another request of the same pass has stored already isn't written again. A store that
+        can't be written costs speed, never an answer: that's logged.
         """
         made = {
             pending: state
             for pending, state in zip(request.states, assembly.states, strict=True)
             if isinstance(pending, PendingState) and state is not None
         }
-        for pending, state in made.items():
-            self._keep(pending, state)
+        if not made:
+            return
+        keys = [self.key(pending.segment, pending.seam) for pending in made]
+        for (pending, state), has in zip(made.items(), self._store.has_states(keys), strict=True):
+            if not has:
+                self._keep(pending, state)
 
     def refresh(self, states: Sequence[RequestState]) -> tuple[RequestState, ...]:
         """``states`` with what has been stored since they were loaded."""

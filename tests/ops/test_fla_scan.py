@@ -124,7 +124,7 @@ def test_the_walk_equals_the_walk_in_torch(heads: int, keys: int, values: int) -
     tokens = random_tokens(268, heads, keys, values)
     initial = [torch.randn(heads, keys, values), None, torch.randn(heads, keys, values), None]
     fla = Fla()
-    got = FlaWalk(fla, torch.float32)(layout, tokens, initial, [])
+    got = FlaWalk(fla, torch.float32, FlaWalk.bounds_of(layout))(layout, tokens, initial, [])
     expected = walk(layout, tokens, initial, [])
     assert fla.calls == [torch.float32]
     torch.testing.assert_close(got.out, expected.out, rtol=1e-4, atol=2e-5)
