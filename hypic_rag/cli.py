@@ -299,10 +299,12 @@ def _mount() -> None:
     """Add the commands that live in rooms of their own; they import what they need when called."""
     from hypic_rag.evaluation.bench_cli import app as bench
     from hypic_rag.evaluation.verify_cli import verify
+    from hypic_rag.server.bench_cli import serve as bench_serve
     from hypic_rag.server.cli import serve
 
     app.command()(verify)
     app.command()(serve)
+    bench.command("serve")(bench_serve)
     app.add_typer(bench, name="bench")
 
 

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Self
 
 from hypic_rag.answers import Answer, Source, Timings, TokenCounts
 from hypic_rag.config import Mode, Sampling, Seam
-from hypic_rag.engine.assemble import Request, RequestState
+from hypic_rag.engine.assemble import Assembly, Request, RequestState
 from hypic_rag.engine.context import Context, LazyContext
 from hypic_rag.engine.engine import Engine, load_model
 from hypic_rag.engine.pending import PendingState
 from hypic_rag.engine.probe import FidelityProbe
 from hypic_rag.engine.prompt import PromptFormat
 from hypic_rag.engine.segment_cache import SegmentCache
-from hypic_rag.engine.streaming import stream_text
+from hypic_rag.engine.streaming import GrowingText
 from hypic_rag.errors import ConfigError, ContextLengthError
 from hypic_rag.families.model import HybridModel
 from hypic_rag.ingest.embedder import Embedder, MiniLmEmbedder
@@ -34,7 +34,18 @@ from hypic_rag.store import Condition, SegmentStore, StoreSettings
 if TYPE_CHECKING:
     from hypic_rag.chat import ChatSession
 
-__all__ = ["DEFAULT_SYSTEM_PROMPT", "AnswerStream", "KnowledgeBase", "Passage", "PreparedAnswer"]
+__all__ = [
+    "DEFAULT_SYSTEM_PROMPT",
+    "AnswerStream",
+    "Decode",
+    "KnowledgeBase",
+    "Passage",
+    "PreparedAnswer",
+    "start_together",
+]
+
+Decode = Callable[[Context, Sampling], Generator[int]]
+"""Makes the tokens of an answer behind a context, as :meth:`Engine.generate` does."""
 
 _log = logging.getLogger(__name__)
 
@@ -544,25 +555,35 @@ class _Work:
             clock.loaded = time.perf_counter()
             return PreparedAnswer(self, parts, clock, leases.pop_all(), on_drop)
 
-    def run(self, parts: _Parts, clock: _Clock) -> AnswerStream:
-        """The pass over what :meth:`prepare` gave."""
-        kb = self.kb
-        clock.begun = time.perf_counter()
-        if self.mode is Mode.FULL:
-            context = kb.engine.prefill(parts.token_ids)
-            computed = context.length
-        else:
-            base, before = parts.base.get()
-            request = Request(parts.segments, parts.states, parts.question, base, parts.lead)
-            assembly = kb.segment_cache().assemble(request, self.mode)
-            context = assembly.context
-            computed = before + assembly.computed
-            self._explain(parts.states)
-            if kb.probe is not None:
-                kb.probe.offer(context)
+    def request(self, parts: _Parts) -> _Asked:
+        """What the pass runs; what's missing in front of it is made."""
+        base, before = parts.base.get()
+        states = self.kb.segment_cache().refresh(parts.states)
+        request = Request(parts.segments, states, parts.question, base, parts.lead)
+        return _Asked(request, before)
+
+    def recompute(self, parts: _Parts, clock: _Clock, decode: Decode | None) -> AnswerStream:
+        """The answer's stream behind a full recompute."""
+        context = self.kb.engine.prefill(parts.token_ids)
+        return self._stream(context, context.length, clock, decode)
+
+    def stream(
+        self, asked: _Asked, assembly: Assembly, clock: _Clock, decode: Decode | None
+    ) -> AnswerStream:
+        """The answer's stream behind the pass, whose new states are stored."""
+        self.kb.segment_cache().keep(asked.request, assembly)
+        self._explain(asked.request.states)
+        if self.kb.probe is not None:
+            self.kb.probe.offer(assembly.context)
+        computed = asked.computed + assembly.computed
+        return self._stream(assembly.context, computed, clock, decode)
+
+    def _stream(
+        self, context: Context, computed: int, clock: _Clock, decode: Decode | None
+    ) -> AnswerStream:
         clock.prefilled = time.perf_counter()
         counts = TokenCounts(context.length, context.length - computed, computed, 0)
-        return AnswerStream(self, context, counts, clock)
+        return AnswerStream(self, context, counts, clock, decode or self.kb.engine.generate)
 
     @property
     def seam(self) -> Seam:
@@ -617,6 +638,14 @@ class _Parts:
         return (*self.base.token_ids, *self.lead, *read, *self.question)
 
 
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """A request, and how many tokens have run for what's in front of its own pass."""
+
+    request: Request
+    computed: int
+
+
 class PreparedAnswer:
     """A question that only waits for the model; see :meth:`KnowledgeBase.prepare`.
 
@@ -642,27 +671,36 @@ class PreparedAnswer:
         self._lock = threading.Lock()
         self._used = False
 
-    def start(self) -> AnswerStream:
+    def start(self, decode: Decode | None = None) -> AnswerStream:
         """Run the pass: the answer's stream, from which nothing has been generated yet.
+
+        Args:
+            decode: makes the tokens; :meth:`Engine.generate` by default.
 
         Raises:
             ConfigError: it was started or closed before.
         """
-        if not self._take():
-            raise ConfigError("This answer was started or closed before: prepare another one.")
-        try:
-            with self._leases:
-                stream = self._work.run(self._parts, self._clock)
-        except BaseException:
-            self._drop()
-            raise
-        stream.sources = self.sources
-        return stream
+        outcome = start_together([self], decode)[0]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     def close(self) -> None:
         """Give it up, if it hasn't started: its states may be evicted again."""
         if self._take():
             self._leases.close()
+            self._drop()
+
+    def _claim(self) -> None:
+        if not self._take():
+            raise ConfigError("This answer was started or closed before: prepare another one.")
+
+    def _settle(self, outcome: AnswerStream | Exception | None) -> None:
+        """Release what was held for the pass; ``outcome`` is what came of it."""
+        self._leases.close()
+        if isinstance(outcome, AnswerStream):
+            outcome.sources = self.sources
+        else:
             self._drop()
 
     def _take(self) -> bool:
@@ -687,13 +725,85 @@ class PreparedAnswer:
         self.close()
 
 
+def start_together(
+    prepared: Sequence[PreparedAnswer], decode: Decode | None = None
+) -> list[AnswerStream | Exception]:
+    """Start several answers; those of the same model and mode are prefilled in one pass.
+
+    Args:
+        prepared: any number; in the mode ``full`` each is recomputed by itself.
+        decode: makes the tokens; :meth:`Engine.generate` by default.
+
+    Returns:
+        Per answer its stream, or the error that kept it from starting: nobody fails for another.
+
+    Raises:
+        ConfigError: one was started or closed before; none is started then.
+    """
+    claimed: list[PreparedAnswer] = []
+    outcomes: list[AnswerStream | Exception | None] = [None] * len(prepared)
+    try:
+        for one in prepared:
+            one._claim()
+            claimed.append(one)
+        _prefill(prepared, outcomes, decode)
+    finally:
+        for one, outcome in zip(claimed, outcomes, strict=False):
+            one._settle(outcome)
+    return [outcome for outcome in outcomes if outcome is not None]
+
+
+def _prefill(
+    prepared: Sequence[PreparedAnswer],
+    outcomes: list[AnswerStream | Exception | None],
+    decode: Decode | None,
+) -> None:
+    """Fill in what becomes of each answer."""
+    passes: dict[tuple[HybridModel, Mode], dict[int, _Asked]] = {}
+    for place, one in enumerate(prepared):
+        work, one._clock.begun = one._work, time.perf_counter()
+        try:
+            if work.mode is Mode.FULL:
+                outcomes[place] = work.recompute(one._parts, one._clock, decode)
+            else:
+                asked = work.request(one._parts)
+                passes.setdefault((work.kb.model, work.mode), {})[place] = asked
+        except Exception as error:
+            outcomes[place] = error
+    for (_, mode), together in passes.items():
+        engine = prepared[next(iter(together))]._work.kb.engine
+        requests = [asked.request for asked in together.values()]
+        results = _assembled(engine, requests, mode)
+        for (place, asked), result in zip(together.items(), results, strict=True):
+            one = prepared[place]
+            if isinstance(result, Exception):
+                outcomes[place] = result
+            else:
+                outcomes[place] = one._work.stream(asked, result, one._clock, decode)
+
+
+def _assembled(
+    engine: Engine, requests: Sequence[Request], mode: Mode
+) -> list[Assembly | Exception]:
+    """One pass over all; if that fails one pass each, to see whose fault it is."""
+    try:
+        return list(engine.assemble(requests, mode))
+    except Exception as error:
+        if len(requests) == 1:
+            return [error]
+    _log.warning("A pass over %d requests failed; each is run by itself", len(requests))
+    return [_assembled(engine, [request], mode)[0] for request in requests]
+
+
 class AnswerStream:
     """An answer on its way: iterate for its text, then look at :attr:`answer`.
 
     ``sources`` and ``passages`` (those that fitted) are known from the start.
     """
 
-    def __init__(self, work: _Work, context: Context, counts: TokenCounts, clock: _Clock) -> None:
+    def __init__(
+        self, work: _Work, context: Context, counts: TokenCounts, clock: _Clock, decode: Decode
+    ) -> None:
         self.context = context
         self.passages = tuple(work.passages)
         self.sources = sources_of(work.passages)
@@ -704,9 +814,14 @@ class AnswerStream:
         self._clock = clock
         self._first = 0.0
         self._answer: Answer | None = None
+        self._tokens = decode(context, work.sampling)
         self._pieces = self._run()
 
     def __iter__(self) -> Iterator[str]:
+        return filter(None, self._pieces)
+
+    def steps(self) -> Iterator[str]:
+        """The text token by token: a piece for each, empty where none is complete yet."""
         return self._pieces
 
     def finish(self) -> Answer:
@@ -732,27 +847,29 @@ class AnswerStream:
         return self._answer
 
     def _run(self) -> Generator[str]:
-        kb, sampling = self._work.kb, self._work.sampling
-        tokens = self._timed(kb.engine.generate(self.context, sampling))
+        growing = GrowingText(self._work.kb.prompt, self.token_ids)
         try:
-            for piece in stream_text(kb.prompt, tokens, self.token_ids):
-                self._text.append(piece)
-                yield piece
+            for token in self._tokens:
+                self._first = self._first or time.perf_counter()
+                yield self._said(growing.feed(token))
+            self._first = self._first or time.perf_counter()
+            if rest := growing.end():
+                yield self._said(rest)
             self._answer = self._finished()
         finally:
+            # The context's cache is whole only then.
+            self._tokens.close()
             self._end()
+
+    def _said(self, piece: str) -> str:
+        self._text.append(piece)
+        return piece
 
     def _end(self) -> None:
         """Tell whoever waits for the end, once."""
         on_end, self._work.on_end = self._work.on_end, None
         if on_end:
             on_end(self)
-
-    def _timed(self, tokens: Iterable[int]) -> Iterator[int]:
-        for token in tokens:
-            self._first = self._first or time.perf_counter()
-            yield token
-        self._first = self._first or time.perf_counter()
 
     def _finished(self) -> Answer:
         clock, counts = self._clock, self._counts

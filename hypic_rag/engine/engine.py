@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -141,7 +141,7 @@ class Engine:
         """Prefill requests in one packed pass; see :func:`~hypic_rag.engine.assemble.assemble`."""
         return assemble(self.model, requests, mode)
 
-    def generate(self, context: Context, sampling: Sampling | None = None) -> Iterator[int]:
+    def generate(self, context: Context, sampling: Sampling | None = None) -> Generator[int]:
         """Answer tokens one by one; see :func:`~hypic_rag.engine.generate.generate_tokens`."""
         return generate_tokens(self.model, context, sampling or Sampling())
 

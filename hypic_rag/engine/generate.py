@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from hypic_rag.config import Sampling
 from hypic_rag.engine.context import Context, forward
 from hypic_rag.families.model import HybridModel
 
-__all__ = ["generate_tokens", "stop_tokens"]
+__all__ = ["Chooser", "generate_tokens", "stop_tokens"]
 
 
 def stop_tokens(model: HybridModel) -> frozenset[int]:
@@ -31,7 +31,7 @@ def generate_tokens(
     context: Context,
     sampling: Sampling,
     stops: Collection[int] | None = None,
-) -> Iterator[int]:
+) -> Generator[int]:
     """Yield answer tokens one by one, the stop token excluded.
 
     The context's cache grows in place: behind the last yielded token it holds everything but that
@@ -43,20 +43,49 @@ def generate_tokens(
         sampling: how tokens are chosen, and how many at most.
         stops: tokens that end the answer; default :func:`stop_tokens`.
     """
-    ends = stop_tokens(model) if stops is None else stops
-    generator = None
-    if sampling.seed is not None:
-        generator = torch.Generator(device=model.device).manual_seed(sampling.seed)
+    chooser = Chooser(model, context, sampling, stops)
     logits, position = context.logits, context.length
-    limit = min(sampling.max_tokens, model.context_length - context.length)
-    for count in range(limit):
-        token = choose(logits, sampling, generator)
-        if token in ends:
-            return
+    while (token := chooser.next(logits)) is not None:
         yield token
-        if count + 1 < limit:
+        if chooser.wants_more:
             logits = forward(model.module, [token], position, context.cache)[-1]
             position += 1
+
+
+class Chooser:
+    """Chooses the tokens of one answer, until it ends.
+
+    Arguments as in :func:`generate_tokens`.
+    """
+
+    def __init__(
+        self,
+        model: HybridModel,
+        context: Context,
+        sampling: Sampling,
+        stops: Collection[int] | None = None,
+    ) -> None:
+        self._ends = stop_tokens(model) if stops is None else stops
+        self._sampling = sampling
+        self._generator: torch.Generator | None = None
+        if sampling.seed is not None:
+            self._generator = torch.Generator(device=model.device).manual_seed(sampling.seed)
+        self._left = min(sampling.max_tokens, model.context_length - context.length)
+        self.ended = False
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether another token may be chosen."""
+        return self._left > 0 and not self.ended
+
+    def next(self, logits: Tensor) -> int | None:
+        """The token for ``logits [vocab]``, or None if the answer ends here."""
+        token = choose(logits, self._sampling, self._generator) if self.wants_more else None
+        if token is None or token in self._ends:
+            self.ended = True
+            return None
+        self._left -= 1
+        return token
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> int:

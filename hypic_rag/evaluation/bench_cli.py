@@ -1,4 +1,7 @@
-"""The commands ``hypic-rag bench ttft``, ``cold``, ``ingest`` and ``load``."""
+"""The commands ``hypic-rag bench ttft``, ``cold``, ``ingest`` and ``load``.
+
+``hypic-rag bench serve`` lives with the server.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,18 @@ if TYPE_CHECKING:
     from hypic_rag.evaluation.timing import Sample
     from hypic_rag.families.model import HybridModel
 
-__all__ = ["app"]
+__all__ = [
+    "AsJson",
+    "Device",
+    "Dtype",
+    "Model",
+    "Threads",
+    "app",
+    "finish",
+    "load_for_bench",
+    "numbers",
+    "say",
+]
 
 app = typer.Typer(
     name="bench",
@@ -84,19 +98,19 @@ def ttft(
     if unknown or "assembly" not in chosen:
         raise ConfigError(f"The ways to time are {', '.join(WAYS)}, and assembly is always one.")
     timer = _clock(clock)
-    loaded = _load(model, device, dtype, threads)
+    loaded = load_for_bench(model, device, dtype, threads)
     report: list[dict[str, Any]] = []
-    for count in _numbers(segments):
-        for length in _numbers(tokens):
+    for count in numbers(segments):
+        for length in numbers(tokens):
             case = Case(count, length, question, seam=Seam.parse(seam))
-            _say(f"{count} x {length} tokens, {case.length} in all", as_json)
+            say(f"{count} x {length} tokens, {case.length} in all", as_json)
             result = measure_ttft(loaded, case, repeats, ways=chosen, clock=timer)
             entry = result.to_json()
             for name, difference in result.differences.items():
-                _say(f"  {name}: logits differ by {difference:.1e} of the largest", as_json)
+                say(f"  {name}: logits differ by {difference:.1e} of the largest", as_json)
             for name, sample in result.samples.items():
-                _say(_line(name, sample, result.samples["assembly"]), as_json)
-            _say(
+                say(_line(name, sample, result.samples["assembly"]), as_json)
+            say(
                 f"  states {result.state_bytes / 1e6:.0f} MB, cache "
                 f"{result.cache_bytes / 1e6:.0f} MB, peak {result.peak_bytes / 1e6:.0f} MB",
                 as_json,
@@ -105,16 +119,16 @@ def ttft(
                 samples = measure_batch(loaded, case, batch, repeats, timer)
                 entry["batch"] = {name: sample.to_json() for name, sample in samples.items()}
                 for name, sample in samples.items():
-                    _say(_line(f"{name} of {batch}", sample, samples["batch"]), as_json)
+                    say(_line(f"{name} of {batch}", sample, samples["batch"]), as_json)
             if missing:
                 samples = measure_misses(loaded, case, missing, repeats, timer)
                 entry["missing"] = {name: sample.to_json() for name, sample in samples.items()}
                 for name, sample in samples.items():
-                    _say(_line(f"{missing} missing, {name}", sample, samples["one pass"]), as_json)
+                    say(_line(f"{missing} missing, {name}", sample, samples["one pass"]), as_json)
             report.append(entry)
     if plot is not None:
         _plot_ttft(plot, report)
-    _finish(report, loaded, as_json)
+    finish(report, loaded, as_json)
 
 
 @app.command()
@@ -140,20 +154,20 @@ def cold(
     """Encoding a cold request's segments by pools of 1-thread workers."""
     from hypic_rag.evaluation.latency import measure_cold, simulate_workers
 
-    loaded = _load(model, "cpu", dtype, None)
-    samples = measure_cold(loaded, segments, tokens, _numbers(workers), repeats)
+    loaded = load_for_bench(model, "cpu", dtype, None)
+    samples = measure_cold(loaded, segments, tokens, numbers(workers), repeats)
     first = next(iter(samples.values()))
     for name, sample in samples.items():
-        _say(
+        say(
             f"  {name} workers: {sample.median:.2f} s, {first.median / sample.median:.2f}x",
             as_json,
         )
     simulated = simulate_workers(
-        loaded, segments, simulated_tokens or tokens, _numbers(simulate), piece_tokens
+        loaded, segments, simulated_tokens or tokens, numbers(simulate), piece_tokens
     )
     for title, part in (("whole", simulated), ("split", simulated.get("split"))):
         for name, speedup in (part or {}).get("speedups", {}).items():
-            _say(f"  simulated, {title}, {name} workers: {speedup:.2f}x", as_json)
+            say(f"  simulated, {title}, {name} workers: {speedup:.2f}x", as_json)
     report = {
         "segments": segments,
         "tokens": tokens,
@@ -162,7 +176,7 @@ def cold(
     }
     if plot is not None:
         _plot_cold(plot, report)
-    _finish(report, loaded, as_json)
+    finish(report, loaded, as_json)
 
 
 @app.command()
@@ -185,10 +199,10 @@ def ingest(
     from hypic_rag.evaluation.ttft import Case
 
     timer = _clock(clock)
-    loaded = _load(model, "cpu", dtype, threads)
+    loaded = load_for_bench(model, "cpu", dtype, threads)
     samples = measure_ingest(loaded, segments, tokens, repeats, folder, timer)
     for name, sample in samples.items():
-        _say(_line(name, sample, samples["prefill"]), as_json)
+        say(_line(name, sample, samples["prefill"]), as_json)
     report: dict[str, Any] = {
         "segments": segments,
         "tokens": tokens,
@@ -198,8 +212,8 @@ def ingest(
         held = measure_tiers(loaded, Case(segments, tokens), repeats, folder, timer)
         report["tiers"] = {name: sample.to_json() for name, sample in held.items()}
         for name, sample in held.items():
-            _say(_line(f"states: {name}", sample, held["host"]), as_json)
-    _finish(report, loaded, as_json)
+            say(_line(f"states: {name}", sample, held["host"]), as_json)
+    finish(report, loaded, as_json)
 
 
 @app.command()
@@ -229,7 +243,7 @@ def load(
     chosen = tuple(part.strip() for part in ways.split(","))
     if set(chosen) - {"recompute", "assembly"}:
         raise ConfigError(f"The ways are recompute and assembly, not {ways!r}.")
-    loaded = _load(model, device, dtype, threads)
+    loaded = load_for_bench(model, device, dtype, threads)
     points = measure_load(
         loaded,
         Case(segments, tokens),
@@ -241,17 +255,18 @@ def load(
     )
     report = [point.to_json() for point in points]
     for entry in report:
-        _say(
+        say(
             f"  {entry['way']} at {entry['rate']:g}/s: mean {entry['mean']:.3f} s, p95 "
             f"{entry['p95']:.3f} s, {entry['reused']:.0%} of segments reused",
             as_json,
         )
     if plot is not None:
         _plot_load(plot, report)
-    _finish(report, loaded, as_json)
+    finish(report, loaded, as_json)
 
 
-def _load(name: str, device: str, dtype: str, threads: int | None) -> HybridModel:
+def load_for_bench(name: str, device: str, dtype: str, threads: int | None) -> HybridModel:
+    """The model of the option ``--model``, on so many threads."""
     import torch
 
     from hypic_rag.engine.engine import load_model
@@ -278,14 +293,15 @@ def _clock(name: str) -> Callable[[], float]:
     return clocks[name]
 
 
-def _numbers(text: str) -> list[int]:
+def numbers(text: str) -> list[int]:
+    """Whole numbers from 1, separated by commas."""
     try:
-        numbers = [int(part) for part in text.split(",")]
+        found = [int(part) for part in text.split(",")]
     except ValueError:
-        numbers = [0]
-    if min(numbers) < 1:
+        found = [0]
+    if min(found) < 1:
         raise ConfigError(f"Expected whole numbers from 1, separated by commas, not {text!r}.")
-    return numbers
+    return found
 
 
 def _line(name: str, sample: Sample, reference: Sample) -> str:
@@ -296,11 +312,13 @@ def _line(name: str, sample: Sample, reference: Sample) -> str:
     )
 
 
-def _say(text: str, as_json: bool) -> None:
+def say(text: str, as_json: bool) -> None:
+    """Print a line of the report for people; JSON has stdout for itself."""
     print(text, file=sys.stderr if as_json else sys.stdout, flush=True)
 
 
-def _finish(results: object, model: HybridModel, as_json: bool) -> None:
+def finish(results: object, model: HybridModel, as_json: bool) -> None:
+    """Print what was measured, and on what, as JSON if that's asked for."""
     import platform
 
     import torch

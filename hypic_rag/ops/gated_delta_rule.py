@@ -34,6 +34,7 @@ __all__ = [
     "chunk_map",
     "l2_normalize",
     "scan",
+    "step",
 ]
 
 CHUNK = 64
@@ -158,3 +159,30 @@ def scan(
         outputs.append((state * q[..., t, :].unsqueeze(-1)).sum(-2))
     out = torch.stack(outputs, -2) if outputs else torch.zeros_like(v)
     return out, state
+
+
+def step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Equation (2) for one token of each of ``R`` rows, with one read of the states.
+
+    From ``o = qᵀ h`` behind the token and ``h`` in front of it:
+    ``o = exp(g) qᵀ h + (qᵀ k) change`` with ``change = β (v - exp(g) kᵀ h)``.
+
+    Args:
+        q: ``[R, H, K]``, normalised and scaled, float32.
+        k: ``[R, H, K]``, normalised, float32.
+        v: ``[R, H, V]``, float32.
+        g: log decays ``[R, H]``, <= 0.
+        beta: write strengths ``[R, H]``.
+        state: in front of the token, ``[R, H, K, V]``, float32; not changed.
+
+    Returns:
+        Outputs ``[R, H, V]`` and the states behind the token, ``[R, H, K, V]``.
+    """
+    decay = g.exp()[..., None, None]
+    probed = torch.stack((k, q), dim=-2) @ state * decay
+    change = (v - probed[..., 0, :]) * beta.unsqueeze(-1)
+    out = probed[..., 1, :] + (q * k).sum(-1, keepdim=True) * change
+    after = (state * decay).addcmul_(k.unsqueeze(-1), change.unsqueeze(-2))
+    return out, after

@@ -1,20 +1,23 @@
-"""Answers as a series of events, made in the worker's thread."""
+"""Answers as a series of events, made in the worker's threads."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from hypic_rag.answers import Answer, Source
 from hypic_rag.chat import ChatSession
+from hypic_rag.engine.decoding import DecodeBatch
 from hypic_rag.errors import ContextLengthError
-from hypic_rag.knowledge_base import AnswerStream, KnowledgeBase
+from hypic_rag.knowledge_base import AnswerStream, KnowledgeBase, PreparedAnswer
+from hypic_rag.server.prefills import Prefills
 from hypic_rag.server.protocol import ChatCall
 from hypic_rag.server.sessions import SessionPool, session_key
 from hypic_rag.server.text import AnswerText
+from hypic_rag.server.worker import PAUSE, Pause
 
 __all__ = ["Answering", "Event", "Finished", "Piece", "Started"]
 
@@ -63,6 +66,8 @@ class Answering:
         self._pool = pool
         self._views: OrderedDict[tuple[str, str | None], KnowledgeBase] = OrderedDict()
         self._lock = threading.Lock()
+        self._batch = DecodeBatch(kb.model)
+        self._prefills = Prefills(self._batch.generate)
 
     def view(self, tenant: str, system_prompt: str | None = None) -> KnowledgeBase:
         """The knowledge base as a tenant sees it, with a system prompt."""
@@ -76,8 +81,12 @@ class Answering:
                 self._views.popitem(last=False)
             return view
 
-    def answer(self, tenant: str, call: ChatCall) -> Iterator[Event]:
+    def answer(self, tenant: str, call: ChatCall) -> Iterator[Event | Pause]:
         """The events of one answer, in order: Started, any number of Pieces, Finished.
+
+        The first step prepares the prompt and may run in any thread. All others run the model, in
+        one thread for all answers. Whoever takes turns between answers lets them share passes:
+        those that begin together are prefilled together, and each turn is one token.
 
         Whoever closes the iterator early abandons the answer; the conversation's cache goes too.
         """
@@ -85,13 +94,15 @@ class Answering:
         _require_short(kb, call)
         identity = _identity(tenant, kb, call)
         session, conversation = self._session(kb, call, identity)
-        stream = session.stream(call.question, call.filters, call.sampling)
+        with session.prepare(call.question, call.filters, call.sampling) as prepared:
+            documents = _documents(kb, prepared.sources)
+            yield PAUSE
+            stream = yield from self._prefilled(prepared, documents, conversation)
         try:
-            yield Started(stream.sources, _documents(kb, stream.sources), conversation)
             text = AnswerText(call.stops)
-            for piece in stream:
-                if given := text.feed(piece):
-                    yield Piece(given)
+            for piece in stream.steps():
+                given = text.feed(piece)
+                yield Piece(given) if given else PAUSE
                 if text.stopped:
                     break
             if rest := text.end():
@@ -105,6 +116,24 @@ class Answering:
             yield Finished(answer, text.text, reason)
         finally:
             stream.stop()
+
+    def _prefilled(
+        self,
+        prepared: PreparedAnswer,
+        documents: tuple[int | None, ...],
+        conversation: Conversation,
+    ) -> Generator[Event | Pause, None, AnswerStream]:
+        """Wait for the prompt's pass and tell that it's done."""
+        with self._prefills.add(prepared) as prefill:
+            yield PAUSE  # those that come at the same time are to be in the same pass
+            while (stream := prefill.stream()) is None:
+                yield PAUSE
+            try:
+                yield Started(stream.sources, documents, conversation)
+            except BaseException:
+                stream.stop()
+                raise
+        return stream
 
     def _session(
         self, kb: KnowledgeBase, call: ChatCall, identity: list[Any]

@@ -74,9 +74,9 @@ class _Server:
         self.name = settings.model_name or Path(kb.model.name).name or "model"
         self.pool = SessionPool(settings.session_bytes, settings.session_idle_s)
         self.answering = Answering(kb, self.pool)
-        self.answers = ModelWorker(settings.concurrency, settings.queue, "answers")
+        self.answers = ModelWorker(settings.concurrency, settings.queue, "answers", prepares=True)
         self.uploads = ModelWorker(1, settings.upload_queue, "uploads")
-        self.metrics = Metrics(kb.store, self.pool, self.answers, self.uploads)
+        self.metrics = Metrics(kb.store, self.pool, self.answers, self.uploads, lambda: kb.probe)
         self._ready = False
         self._misses = kb.store.traffic().misses
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["run", "serve"]
 
 _MB = 1 << 20
+_PROBE_SHARE = 0.01
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -54,7 +55,7 @@ def serve(
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", help="Tokens of an answer, if none are asked for.")
     ] = None,
-    concurrency: Annotated[int, typer.Option(help="Answers that are generated in turns.")] = 4,
+    concurrency: Annotated[int, typer.Option(help="Answers that are made side by side.")] = 4,
     queue: Annotated[int, typer.Option(help="Requests that may wait; more are refused.")] = 32,
     timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 120.0,
     upload_mb: Annotated[int, typer.Option(help="Largest upload, in MB.")] = 64,
@@ -63,6 +64,20 @@ def serve(
     ),
     state_mb: Annotated[
         int | None, typer.Option(help="Disk space for segment states, in MB. [default: no limit]")
+    ] = None,
+    max_kl: Annotated[
+        float | None,
+        typer.Option(
+            "--max-kl",
+            help="Compare some requests with full recompute in the background, and warn if their "
+            "mean KL (nats) is above this.",
+        ),
+    ] = None,
+    probe_share: Annotated[
+        float | None,
+        typer.Option(
+            "--probe-share", help="Share of requests that --max-kl compares. [default: 0.01]"
+        ),
     ] = None,
     read_only: Annotated[
         bool, typer.Option("--read-only", help="Never write: no uploads, no new states.")
@@ -100,6 +115,7 @@ def serve(
             f"Listening at {host} lets other machines in: give --api-keys, or --no-keys if "
             "everyone may ask and upload."
         )
+    _check_probe(max_kl, probe_share)
     served = ServerSettings(
         keys=keys,
         hosts=None if open_to_all else tuple(dict.fromkeys((*_LOOPBACK, host.lower()))),
@@ -128,6 +144,8 @@ def serve(
         create=False,
         read_only=read_only,
     ) as kb:
+        if max_kl is not None:
+            kb.watch(max_kl, _PROBE_SHARE if probe_share is None else probe_share)
         run(kb, served, host, port)
 
 
@@ -177,6 +195,16 @@ def require_server_packages() -> None:
             f"Serving needs {', '.join(missing)}: install them with "
             "pip install 'hypic-rag[server]'."
         )
+
+
+def _check_probe(max_kl: float | None, share: float | None) -> None:
+    """Refuse a probe that can't be made before the model is loaded for it."""
+    if share is not None and max_kl is None:
+        raise ConfigError("--probe-share needs --max-kl, the limit to compare with.")
+    if share is not None and not 0.0 <= share <= 1.0:
+        raise ConfigError(f"--probe-share is a share between 0 and 1, not {share:g}.")
+    if max_kl is not None and not max_kl > 0:
+        raise ConfigError(f"--max-kl is a KL in nats above 0, not {max_kl:g}.")
 
 
 def _is_loopback(host: str) -> bool:

@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from hypic_rag.answers import TokenCounts
+from hypic_rag.engine.probe import FidelityProbe
 from hypic_rag.server.sessions import SessionPool
 from hypic_rag.server.worker import ModelWorker
 from hypic_rag.store import SegmentStore
@@ -20,7 +21,7 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 class Metrics:
-    """The metrics of one server."""
+    """The metrics of one server; ``probe`` gives the probe of its requests, if there's one."""
 
     def __init__(
         self,
@@ -28,6 +29,7 @@ class Metrics:
         pool: SessionPool,
         answers: ModelWorker,
         uploads: ModelWorker,
+        probe: Callable[[], FidelityProbe | None] = lambda: None,
     ) -> None:
         self._registry = CollectorRegistry(auto_describe=True)
         self._requests = Counter(
@@ -63,6 +65,7 @@ class Metrics:
         for kind in ("new", "continued", "rebuilt"):
             self._conversations.labels(kind)
         self._registry.register(_Live(lambda: _live(store, pool, answers, uploads)))
+        self._registry.register(_Live(lambda: _probed(probe())))
 
     def request(self, route: str, status: int) -> None:
         """Count a request."""
@@ -135,3 +138,42 @@ def _live(
     yield GaugeMetricFamily("hypic_chunks", "Chunks of all tenants.", held.chunks)
     yield GaugeMetricFamily("hypic_session_count", "Conversations with a cache.", len(pool))
     yield GaugeMetricFamily("hypic_session_bytes", "Bytes of conversations' caches.", pool.bytes)
+
+
+def _probed(probe: FidelityProbe | None) -> Iterable[Metric]:
+    """What the probe has found; means only once there's something to take the mean of."""
+    if probe is None:
+        return
+    status = probe.status
+    yield CounterMetricFamily(
+        "hypic_probe_offered", "Requests that passed the fidelity probe.", status.offered
+    )
+    drawn = CounterMetricFamily(
+        "hypic_probe_requests",
+        "Requests that the probe drew, by what became of their comparison.",
+        labels=["outcome"],
+    )
+    for outcome, count in (
+        ("compared", status.compared),
+        ("dropped", status.dropped),
+        ("failed", status.failed),
+    ):
+        drawn.add_metric([outcome], count)
+    yield drawn
+    if status.compared:
+        yield GaugeMetricFamily(
+            "hypic_probe_kl",
+            "Mean KL (nats) of the first token against full recompute, last comparisons.",
+            status.mean_kl,
+        )
+        yield GaugeMetricFamily(
+            "hypic_probe_first_agreement",
+            "Share of the last comparisons with the same likeliest first token.",
+            status.first_agrees,
+        )
+    yield GaugeMetricFamily(
+        "hypic_probe_max_kl", "Mean KL (nats) above which caching drifts.", probe.max_kl
+    )
+    yield GaugeMetricFamily(
+        "hypic_probe_drifting", "1 if the mean KL is above its limit.", int(status.drifting)
+    )

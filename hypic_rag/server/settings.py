@@ -99,7 +99,7 @@ class ServerSettings:
             web page reaches the server through a name that it controls; None allows all.
         model_name: what clients call the model; by default its own name.
         top_k, mode, max_tokens: what a request gets that doesn't say.
-        concurrency: answers that are generated in turns.
+        concurrency: answers that are made side by side, a token each in turns.
         queue: requests that may wait for their turn; more are refused.
         timeout_s: the longest that a request may take, waiting included.
         body_bytes: largest body of a request.

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hypic_rag.ops.gated_delta_rule import advance_, chunk_factors, chunk_map, l2_normalize, scan
+from hypic_rag.ops.gated_delta_rule import (
+    advance_,
+    chunk_factors,
+    chunk_map,
+    l2_normalize,
+    scan,
+    step,
+)
 
 
 def random_tokens(
@@ -53,6 +60,21 @@ def test_further_columns_carry_the_transition(length: int) -> None:
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(columns[..., :values], after, rtol=0, atol=1e-5)
     torch.testing.assert_close(columns[..., values:], transition, rtol=0, atol=1e-5)
+
+
+def test_a_step_is_one_token() -> None:
+    q, k, v, g, beta = random_tokens(5, 3, 4, 12, 20)
+    before = torch.randn(5, 3, 12, 20)
+    expected, after = scan(q, k, v, g, beta, before)
+    state, outputs = before.clone(), []
+    for t in range(4):
+        given = state.clone()
+        out, following = step(q[:, :, t], k[:, :, t], v[:, :, t], g[:, :, t], beta[:, :, t], state)
+        assert torch.equal(state, given)
+        state = following
+        outputs.append(out)
+    torch.testing.assert_close(torch.stack(outputs, -2), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(state, after, rtol=0, atol=1e-5)
 
 
 def test_padding_changes_nothing() -> None:

@@ -14,7 +14,8 @@ import pytest
 from serving import Serve, Served, wait_until
 
 from hypic_rag import KnowledgeBase, Sampling
-from hypic_rag.engine.engine import Engine
+from hypic_rag.engine.decoding import DecodeBatch
+from hypic_rag.engine.prompt import PromptFormat
 from hypic_rag.server.settings import ServerSettings
 
 QUESTION = "Who is the harbour master of Brindle?"
@@ -44,14 +45,14 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Makes every answer as long as it may be, and slow; the tokens generated so far."""
     made: list[int] = []
 
-    def generate(self: Engine, context: Any, sampling: Sampling) -> Iterator[int]:
-        words = self.prompt.text(" the ferry and the mill")
+    def generate(self: DecodeBatch, context: Any, sampling: Sampling) -> Iterator[int]:
+        words = PromptFormat(self.model).text(" the ferry and the mill")
         for number in range(sampling.max_tokens):
             time.sleep(0.01)
             made.append(number)
             yield words[number % len(words)]
 
-    monkeypatch.setattr(Engine, "generate", generate)
+    monkeypatch.setattr(DecodeBatch, "generate", generate)
     return made
 
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from serving import DOCUMENTS, Serve, Served
+from serving import DOCUMENTS, Serve, Served, wait_until
 
 from hypic_rag import KnowledgeBase
 from hypic_rag.server.errors import ApiError
@@ -419,3 +419,30 @@ def test_metrics_count(new_kb: Callable[..., KnowledgeBase], serve: Serve) -> No
     assert float(values['hypic_state_bytes{tier="host"}']) > 0
     assert float(values["hypic_session_bytes"]) > 0
     assert "ferry" not in response.text
+
+
+def test_the_probe_is_in_the_metrics(new_kb: Callable[..., KnowledgeBase], serve: Serve) -> None:
+    kb = new_kb()
+    served = serve(kb)
+    upload(served, FERRY)
+
+    def metrics() -> dict[str, float]:
+        with served.client() as client:
+            text = client.get("/metrics").text
+        lines = [line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#"]
+        return {name: float(value) for name, value in lines if name.startswith("hypic_probe")}
+
+    assert metrics() == {}
+    probe = kb.watch(1e-12, share=1.0)
+    before = metrics()
+    assert before["hypic_probe_max_kl"] == 1e-12
+    assert "hypic_probe_kl" not in before, "there's no mean of nothing"
+    for number in range(5):
+        served.ask(f"Who runs the ferry number {number}?")
+        wait_until(lambda expected=number + 1: probe.status.compared == expected)
+    seen, status = metrics(), probe.status
+    assert seen["hypic_probe_kl"] == pytest.approx(status.mean_kl)
+    assert seen["hypic_probe_first_agreement"] == status.first_agrees
+    assert seen["hypic_probe_drifting"] == status.drifting == 1
+    assert seen['hypic_probe_requests_total{outcome="compared"}'] == 5
+    assert seen["hypic_probe_offered_total"] == 5

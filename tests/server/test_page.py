@@ -14,7 +14,8 @@ import pytest
 from serving import Serve, Served
 
 from hypic_rag import KnowledgeBase, Sampling
-from hypic_rag.engine.engine import Engine
+from hypic_rag.engine.decoding import DecodeBatch
+from hypic_rag.engine.prompt import PromptFormat
 from hypic_rag.server.settings import ApiKeys, ServerSettings
 
 pytest.importorskip("playwright")
@@ -126,13 +127,13 @@ def test_ask_and_open_the_source_at_the_passage(
 def talks_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers take a minute, a word at a time."""
 
-    def generate(self: Engine, context: Any, sampling: Sampling) -> Iterator[int]:
-        words = self.prompt.text(" the ferry and the mill")
+    def generate(self: DecodeBatch, context: Any, sampling: Sampling) -> Iterator[int]:
+        words = PromptFormat(self.model).text(" the ferry and the mill")
         for number in range(3000):
             time.sleep(0.02)
             yield words[number % len(words)]
 
-    monkeypatch.setattr(Engine, "generate", generate)
+    monkeypatch.setattr(DecodeBatch, "generate", generate)
 
 
 @pytest.mark.usefixtures("talks_long")

@@ -53,6 +53,9 @@ def test_wrong_options(store: str, tmp_path: Path) -> None:
         ("--mode", "fastest"),
         ("--concurrency", "0"),
         ("--top-k", "0"),
+        ("--max-kl", "0"),
+        ("--max-kl", "1", "--probe-share", "1.5"),
+        ("--probe-share", "0.5"),
         ("--config", str(tmp_path / "none.toml")),
         ("--system-prompt", f"@{tmp_path / 'none.txt'}"),
     ):
@@ -79,7 +82,10 @@ def test_missing_packages_are_named(store: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
 def test_serving_until_a_signal(store: str, stop: signal.Signals) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, "--store", store, "--port", "0", "--max-tokens", "4"],
+        [
+            *(sys.executable, "-c", COMMAND, "--store", store, "--port", "0", "--max-tokens", "4"),
+            *("--max-kl", "0.25", "--probe-share", "0"),
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -97,6 +103,9 @@ def test_serving_until_a_signal(store: str, stop: signal.Signals) -> None:
             f"{url}/v1/chat/completions", json=body, timeout=120, trust_env=False
         ).json()
         assert answer["usage"]["completion_tokens"] <= 4
+        metrics = httpx.get(f"{url}/metrics", timeout=60, trust_env=False).text
+        assert "hypic_probe_max_kl 0.25" in metrics
+        assert "hypic_probe_offered_total 1.0" in metrics
         process.send_signal(stop)
         out, errors = process.communicate(timeout=60)
     finally:
