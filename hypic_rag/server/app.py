@@ -192,7 +192,7 @@ class _Server:
         tenant = self.tenant(request)
         self._require_model(body.model)
         call = read_chat_request(body, self.settings)
-        job = self.answers.submit(
+        job: Job[Event] = self.answers.submit(
             lambda: self.answering.answer(tenant, call), self.settings.timeout_s
         )
         reply = _Reply(self, call, began)
@@ -289,7 +289,9 @@ class _Server:
         upload, stream = await _read_upload(request)
         try:
             view = self.answering.view(tenant)
-            job = self.uploads.submit(lambda: _ingest(upload, view), timeout_s=86400.0)
+            job: Job[Encoded | Uploaded] = self.uploads.submit(
+                lambda: _ingest(upload, view), timeout_s=86400.0
+            )
         except BaseException:
             upload.discard()
             raise
