@@ -58,7 +58,8 @@ class Timings:
         retrieve_s: finding the passages.
         load_s: tokenising, and loading the states that are stored.
         prefill_s: everything that the model runs in front of the first answer token; segments
-            without a stored state are encoded here.
+            without a stored state are encoded here. A pass that several requests share counts
+            whole for each.
         ttft_s: from the call to the first answer token. Beyond the sum of the others, it holds
             what a prepared request waited for the model.
         total_s: from the call to the answer's end.

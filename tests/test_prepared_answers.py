@@ -14,6 +14,7 @@ from hypic_rag.engine import encode, engine
 from hypic_rag.errors import ConfigError
 from hypic_rag.families.model import HybridModel
 from hypic_rag.ingest.embedder import MiniLmEmbedder
+from hypic_rag.knowledge_base import AnswerStream, PreparedAnswer, start_together
 
 SHORT = Sampling(max_tokens=6)
 QUESTION = "Who is the captain of the ferry of Talmir?"
@@ -183,3 +184,35 @@ def test_what_is_missing_is_encoded_in_the_same_pass_and_stored(
     assert stored is not None and expected is not None
     for name, tensor in expected.to_tensors().items():
         torch.testing.assert_close(stored.to_tensors()[name], tensor, rtol=1e-4, atol=1e-4)
+
+
+def test_starting_together_is_starting_each(kb: KnowledgeBase) -> None:
+    """In every mode and for tenants that share the model; what two of them lack is encoded once."""
+    other = kb.share(tenant="other", system_prompt="Answer like a pirate.")
+
+    def prepared() -> list[PreparedAnswer]:
+        return [
+            kb.prepare(QUESTION, sampling=SHORT),
+            kb.prepare("What does a lantern cost?", mode=Mode.FULL, sampling=SHORT),
+            kb.prepare("Who built the mill?", mode=Mode.TRANSITION, sampling=SHORT),
+            kb.prepare_from(QUESTION, [KEEPER], sampling=SHORT),
+            other.prepare_from(QUESTION, [KEEPER], sampling=SHORT),
+        ]
+
+    together = start_together(prepared())
+    alone = [each.start() for each in prepared()]
+    for mine, expected in zip(together, alone, strict=True):
+        assert isinstance(mine, AnswerStream)
+        torch.testing.assert_close(mine.context.logits, expected.context.logits, rtol=0, atol=1e-3)
+        assert mine.sources == expected.sources
+        assert mine.finish().text == expected.finish().text
+    assert together[3].answer.computed_tokens > alone[3].answer.computed_tokens  # type: ignore[union-attr]
+    assert not is_leased(kb)
+
+
+def test_starting_together_with_a_closed_one_starts_none(kb: KnowledgeBase) -> None:
+    first, closed = (kb.prepare(QUESTION, sampling=SHORT) for _ in range(2))
+    closed.close()
+    with pytest.raises(ConfigError, match="started or closed before"):
+        start_together([first, closed])
+    assert not is_leased(kb)

@@ -41,8 +41,8 @@ def context_bytes(context: Context) -> int:
 
 
 def _tensor_bytes(value: Any) -> int:
-    if hasattr(value, "nbytes"):
-        return int(value.nbytes)
+    if hasattr(value, "untyped_storage"):
+        return int(value.untyped_storage().nbytes())  # with the room to grow
     if isinstance(value, dict):
         return sum(_tensor_bytes(item) for item in value.values())
     if isinstance(value, list | tuple):
