@@ -40,6 +40,9 @@ __all__ = [
 CHUNK = 64
 """Tokens of one chunk: the size the library uses."""
 
+_STEP_BYTES = 1 << 19
+"""Bytes of states that :func:`step` takes at once on a CPU, so that they stay in its cache."""
+
 
 def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     """``x / sqrt(sum(x²) + eps)`` over the last dimension."""
@@ -180,9 +183,24 @@ def step(
     Returns:
         Outputs ``[R, H, V]`` and the states behind the token, ``[R, H, K, V]``.
     """
+    after, out = torch.empty_like(state), torch.empty_like(v)
     decay = g.exp()[..., None, None]
-    probed = torch.stack((k, q), dim=-2) @ state * decay
-    change = (v - probed[..., 0, :]) * beta.unsqueeze(-1)
-    out = probed[..., 1, :] + (q * k).sum(-1, keepdim=True) * change
-    after = (state * decay).addcmul_(k.unsqueeze(-1), change.unsqueeze(-2))
+    probes, overlap = torch.stack((k, q), dim=-2), (q * k).sum(-1, keepdim=True)
+    count = _rows_at_once(state)
+    for start in range(0, state.shape[0], count):
+        some = slice(start, start + count)
+        before = state[some]
+        probed = probes[some] @ before * decay[some]
+        change = (v[some] - probed[..., 0, :]) * beta[some].unsqueeze(-1)
+        torch.addcmul(probed[..., 1, :], overlap[some], change, out=out[some])
+        torch.mul(before, decay[some], out=after[some])
+        after[some].addcmul_(k[some].unsqueeze(-1), change.unsqueeze(-2))
     return out, after
+
+
+def _rows_at_once(state: Tensor) -> int:
+    """How many rows of ``state [R, H, K, V]`` :func:`step` takes at once."""
+    rows = state.shape[0]
+    if rows == 0 or state.device.type != "cpu":
+        return max(1, rows)
+    return max(1, _STEP_BYTES // state[0].nbytes)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hypic_rag.ops import gated_delta_rule
 from hypic_rag.ops.gated_delta_rule import (
     advance_,
     chunk_factors,
@@ -62,7 +63,9 @@ def test_further_columns_carry_the_transition(length: int) -> None:
     torch.testing.assert_close(columns[..., values:], transition, rtol=0, atol=1e-5)
 
 
-def test_a_step_is_one_token() -> None:
+@pytest.mark.parametrize("rows_at_once", [1, 2, 99])
+def test_a_step_is_one_token(rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gated_delta_rule, "_STEP_BYTES", rows_at_once * 3 * 12 * 20 * 4)
     q, k, v, g, beta = random_tokens(5, 3, 4, 12, 20)
     before = torch.randn(5, 3, 12, 20)
     expected, after = scan(q, k, v, g, beta, before)
