@@ -424,7 +424,6 @@ def test_metrics_count(new_kb: Callable[..., KnowledgeBase], serve: Serve) -> No
 def test_the_probe_is_in_the_metrics(new_kb: Callable[..., KnowledgeBase], serve: Serve) -> None:
     kb = new_kb()
     served = serve(kb)
-    upload(served, FERRY)
 
     def metrics() -> dict[str, float]:
         with served.client() as client:
@@ -434,6 +433,7 @@ def test_the_probe_is_in_the_metrics(new_kb: Callable[..., KnowledgeBase], serve
 
     assert metrics() == {}
     probe = kb.watch(1e-12, share=1.0)
+    upload(served, FERRY)
     before = metrics()
     assert before["hypic_probe_max_kl"] == 1e-12
     assert "hypic_probe_kl" not in before, "there's no mean of nothing"
