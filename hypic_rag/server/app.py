@@ -74,7 +74,9 @@ class _Server:
         self.name = settings.model_name or Path(kb.model.name).name or "model"
         self.pool = SessionPool(settings.session_bytes, settings.session_idle_s)
         self.answering = Answering(kb, self.pool)
-        self.answers = ModelWorker(settings.concurrency, settings.queue, "answers", prepares=True)
+        self.answers = ModelWorker(
+            settings.concurrency, settings.queue, "answers", prepares=settings.prepare_ahead
+        )
         self.uploads = ModelWorker(1, settings.upload_queue, "uploads")
         self.metrics = Metrics(kb.store, self.pool, self.answers, self.uploads, lambda: kb.probe)
         self._ready = False

@@ -23,6 +23,9 @@ def serve(
     concurrency: Annotated[
         int | None, typer.Option(min=1, help="As of the server. [default: the server's]")
     ] = None,
+    prepare_ahead: Annotated[
+        bool | None, typer.Option(help="As of the server. [default: the server's]")
+    ] = None,
     device: bench.Device = "auto",
     dtype: bench.Dtype = "float32",
     threads: bench.Threads = None,
@@ -34,7 +37,8 @@ def serve(
     from hypic_rag.server.settings import ServerSettings
 
     counts = bench.numbers(clients)
-    chosen: dict[str, Any] = {} if concurrency is None else {"concurrency": concurrency}
+    given = {"concurrency": concurrency, "prepare_ahead": prepare_ahead}
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     settings = ServerSettings(queue=max(counts), timeout_s=3600.0, **chosen)
     loaded = with_tokenizer(bench.load_for_bench(model, device, dtype, threads))
     points = measure_serving(

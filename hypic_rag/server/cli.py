@@ -55,7 +55,13 @@ def serve(
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", help="Tokens of an answer, if none are asked for.")
     ] = None,
-    concurrency: Annotated[int, typer.Option(help="Answers that are made side by side.")] = 4,
+    concurrency: Annotated[int, typer.Option(help="Answers that are made side by side.")] = 16,
+    prepare_ahead: Annotated[
+        bool,
+        typer.Option(
+            help="Prepare the requests that wait in a thread of its own, while the model is busy."
+        ),
+    ] = True,
     queue: Annotated[int, typer.Option(help="Requests that may wait; more are refused.")] = 32,
     timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 120.0,
     upload_mb: Annotated[int, typer.Option(help="Largest upload, in MB.")] = 64,
@@ -124,6 +130,7 @@ def serve(
         mode=Mode.parse(mode or settings.mode),
         max_tokens=settings.max_tokens if max_tokens is None else max_tokens,
         concurrency=concurrency,
+        prepare_ahead=prepare_ahead,
         queue=queue,
         timeout_s=timeout,
         upload_bytes=upload_mb * _MB,

@@ -100,6 +100,8 @@ class ServerSettings:
         model_name: what clients call the model; by default its own name.
         top_k, mode, max_tokens: what a request gets that doesn't say.
         concurrency: answers that are made side by side, a token each in turns.
+        prepare_ahead: whether another thread prepares the requests that wait while the model is
+            busy, instead of the model's own thread when it's their turn.
         queue: requests that may wait for their turn; more are refused.
         timeout_s: the longest that a request may take, waiting included.
         body_bytes: largest body of a request.
@@ -117,7 +119,8 @@ class ServerSettings:
     top_k: int = 5
     mode: Mode = Mode.SEAM
     max_tokens: int = 256
-    concurrency: int = 4
+    concurrency: int = 16
+    prepare_ahead: bool = True
     queue: int = 32
     timeout_s: float = 120.0
     body_bytes: int = 4 << 20
