@@ -297,9 +297,9 @@ def repair(store: Store, as_json: AsJson = False) -> None:
 
 def _mount() -> None:
     """Add the commands that live in rooms of their own; they import what they need when called."""
+    from hypic_rag.bench_serve.command import serve as bench_serve
     from hypic_rag.evaluation.bench_cli import app as bench
     from hypic_rag.evaluation.verify_cli import verify
-    from hypic_rag.server.bench_cli import serve as bench_serve
     from hypic_rag.server.cli import serve
 
     app.command()(verify)

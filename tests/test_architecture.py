@@ -32,7 +32,8 @@ ALLOWED["chat"] = {*ALLOWED["knowledge_base"], "knowledge_base"}
 ALLOWED["evaluation"] = {*ALLOWED["chat"], "chat"}
 ALLOWED["demo"] = ALLOWED["evaluation"]
 ALLOWED["server"] = {*ALLOWED["evaluation"], "demo"}
-ALLOWED["cli"] = {*ALLOWED["server"], "evaluation", "server"}
+ALLOWED["bench_serve"] = {*ALLOWED["server"], "evaluation", "server"}
+ALLOWED["cli"] = {"bench_serve", *ALLOWED["server"], "evaluation", "server"}
 ALLOWED["__main__"] = {"cli"}
 
 

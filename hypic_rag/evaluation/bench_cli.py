@@ -1,6 +1,6 @@
 """The commands ``hypic-rag bench ttft``, ``cold``, ``ingest`` and ``load``.
 
-``hypic-rag bench serve`` lives with the server.
+``hypic-rag bench serve`` has a room of its own, above the server.
 """
 
 from __future__ import annotations

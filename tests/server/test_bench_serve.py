@@ -7,11 +7,11 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from hypic_rag.bench_serve import measure as bench
+from hypic_rag.bench_serve.measure import ServePoint, measure_serving, with_tokenizer
 from hypic_rag.cli import app
 from hypic_rag.evaluation.timing import WrongResultError
 from hypic_rag.families.model import HybridModel
-from hypic_rag.server import bench
-from hypic_rag.server.bench import ServePoint, measure_serving, with_tokenizer
 
 FEW = {"requests": 3, "max_tokens": 3, "rounds": 1, "documents": 2, "questions": 2}
 

@@ -33,7 +33,7 @@ def serve(
 ) -> None:
     """Requests per second and time to first token of the server, against serial use."""
     require_server_packages()
-    from hypic_rag.server.bench import measure_serving, with_tokenizer
+    from hypic_rag.bench_serve.measure import measure_serving, with_tokenizer
     from hypic_rag.server.settings import ServerSettings
 
     counts = bench.numbers(clients)
