@@ -249,3 +249,20 @@ def test_a_conversation_goes_on_behind_a_batch(kb: KnowledgeBase, answering: Ans
             assert isinstance(started, Started)
             assert started.conversation == ("continued" if turn else "new")
             history.append({"role": "assistant", "content": run.finished.text})
+
+
+def test_a_stopped_answer_leaves_the_batch_and_its_conversation_goes_on(kb: KnowledgeBase) -> None:
+    batch = DecodeBatch(kb.model)
+    sampling = Sampling(max_tokens=9)
+    answers = []
+    for decode in (None, batch.generate):
+        session = kb.chat(sampling=sampling)
+        stream = session.prepare(QUESTIONS[0]).start(decode)
+        for _ in range(4):
+            next(stream.steps())
+        stream.stop()
+        assert len(batch) == 0
+        assert session.context is not None
+        assert session.context.length > stream.context.length, "what was said is in the cache"
+        answers.append((stream.answer.text, session.ask(QUESTIONS[1]).text))
+    assert answers[0] == answers[1]
