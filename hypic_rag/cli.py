@@ -121,8 +121,20 @@ def ingest(
         bool, typer.Option("--dry-run", help="Read and count everything, change nothing.")
     ] = False,
     workers: Annotated[
-        int, typer.Option(min=0, help="Processes that encode side by side; 0 for none.")
+        int,
+        typer.Option(
+            min=0,
+            help="Processes that encode side by side; 0 for none, or with --ray for one per CPU "
+            "of the cluster.",
+        ),
     ] = 0,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            help="Encode on the Ray cluster at this address: auto, local, HOST:PORT or "
+            "ray://HOST:PORT."
+        ),
+    ] = None,
     tenant: Tenant = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -138,6 +150,10 @@ def ingest(
         # Before a store is made for nothing.
         if not os.path.lexists(path):
             raise ConfigError(f"{path}: No such file or directory; check the path.")
+    if ray is not None:
+        from hypic_rag.ingest.ray_pool import check_address
+
+        check_address(ray)
     with tempfile.TemporaryDirectory() as scratch:
         # Nothing may be written, so a store that doesn't exist yet is made elsewhere.
         folder = store if not dry_run or _holds_store(store) else Path(scratch) / "store"
@@ -156,7 +172,7 @@ def ingest(
             create=True,
             read_only=dry_run and folder == store,
         ) as kb:
-            report = _ingest(kb, paths, prune=prune, dry_run=dry_run, workers=workers)
+            report = _ingest(kb, paths, prune=prune, dry_run=dry_run, workers=workers, ray=ray)
     _print_report(report, dry_run=dry_run, as_json=as_json)
     if report.failed:
         raise typer.Exit(1)
@@ -480,7 +496,13 @@ def _top_k(option: int | None, settings: Settings) -> int:
 
 
 def _ingest(
-    kb: KnowledgeBase, paths: list[str], *, prune: bool, dry_run: bool, workers: int
+    kb: KnowledgeBase,
+    paths: list[str],
+    *,
+    prune: bool,
+    dry_run: bool,
+    workers: int,
+    ray: str | None,
 ) -> IngestReport:
     """Run an ingestion with a progress bar on stderr."""
     from rich.console import Console
@@ -514,7 +536,9 @@ def _ingest(
                 rate=f"{progress.tokens / elapsed:,.0f}",
             )
 
-        return kb.ingest(*paths, prune=prune, dry_run=dry_run, progress=show, workers=workers)
+        return kb.ingest(
+            *paths, prune=prune, dry_run=dry_run, progress=show, workers=workers, ray=ray
+        )
 
 
 def _print_report(report: IngestReport, *, dry_run: bool, as_json: bool) -> None:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +27,8 @@ from hypic_rag.errors import ConfigError, ContextLengthError
 from hypic_rag.families.model import HybridModel
 from hypic_rag.ingest.embedder import Embedder, MiniLmEmbedder
 from hypic_rag.ingest.pipeline import Ingestor, IngestReport, Progress
-from hypic_rag.ingest.workers import EncoderPool
+from hypic_rag.ingest.pool import WorkerPool
+from hypic_rag.ingest.standby import StandbyWorkers
 from hypic_rag.retrieval import Retriever
 from hypic_rag.segments import Segment
 from hypic_rag.store import Condition, SegmentStore, StoreSettings
@@ -96,6 +97,7 @@ class KnowledgeBase:
         self._lock = threading.Lock()
         self._prefixes: dict[str | None, LazyContext] = {}
         self._cache: SegmentCache | None = None
+        self._standby = StandbyWorkers()
         self.probe: FidelityProbe | None = None
 
     @classmethod
@@ -115,6 +117,7 @@ class KnowledgeBase:
         read_only: bool = False,
         device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
+        workers: int = 0,
     ) -> Self:
         """Open the knowledge base in the folder ``path``, or make one there.
 
@@ -138,6 +141,8 @@ class KnowledgeBase:
             create: make a store if there's none.
             read_only: never write; what's missing is encoded for the request and forgotten.
             device, dtype: for :func:`load_model`; a model that is loaded already stays as it is.
+            workers: processes to keep ready for passages without a state; see
+                :meth:`use_workers`.
 
         Raises:
             StoreFormatError, StoreAccessError: as :meth:`SegmentStore.open`.
@@ -180,15 +185,19 @@ class KnowledgeBase:
             if not fresh:
                 loaded = ready(model or settings.model or "small")
             serve = settings.conditioning if system_prompt is None else system_prompt
-            return cls(store, loaded, embedder, system_prompt=serve, tenant=tenant)
+            opened = cls(store, loaded, embedder, system_prompt=serve, tenant=tenant)
+            if workers:
+                opened.use_workers(workers)
+            return opened
         except BaseException:
             store.close()
             raise
 
     def close(self) -> None:
-        """Close the store; what's pending is written."""
+        """Close the store; what's pending is written. Workers are stopped."""
         if self.probe is not None:
             self.probe.close()
+        self._standby.close()
         self.store.close()
 
     def share(
@@ -207,6 +216,7 @@ class KnowledgeBase:
             tenant=self.tenant if tenant is None else tenant,
         )
         shared.probe = self.probe
+        shared._standby = self._standby
         conditioning = self.store.settings.conditioning
         shared._prefixes[conditioning] = self.lazy_prefix(conditioning)
         return shared
@@ -231,18 +241,19 @@ class KnowledgeBase:
         dry_run: bool = False,
         progress: Callable[[Progress], None] | None = None,
         workers: int = 0,
+        ray: str | None = None,
     ) -> IngestReport:
         """Bring the store up to date with files and folders; see :meth:`Ingestor.run`.
 
-        With ``workers`` so many processes encode side by side, on one thread each; see
-        :class:`~hypic_rag.ingest.workers.EncoderPool`, also for what may go wrong.
+        Args:
+            paths, prune, dry_run, progress: as :meth:`Ingestor.run`.
+            workers: processes that encode side by side, on one thread each; see
+                :class:`~hypic_rag.ingest.workers.EncoderPool`, also for what may go wrong.
+            ray: address of a Ray cluster whose CPUs encode instead, as many as ``workers`` says or
+                all of them; see :class:`~hypic_rag.ingest.ray_pool.RayPool`.
         """
-        with ExitStack() as stack:
-            pool = None
-            if workers and not dry_run:
-                conditioning = self.store.settings.conditioning
-                behind = () if conditioning is None else self.lazy_prefix(conditioning).token_ids
-                pool = stack.enter_context(EncoderPool(self.model, workers, behind))
+        wanted = (workers or ray is not None) and not dry_run
+        with self._pool(workers, ray) if wanted else nullcontext() as pool:
             ingestor = Ingestor(
                 self.store,
                 self.segment_cache(),
@@ -254,6 +265,44 @@ class KnowledgeBase:
                 pool,
             )
             return ingestor.run(paths, prune=prune, dry_run=dry_run, progress=progress)
+
+    def use_workers(self, workers: int, *, ray: str | None = None) -> None:
+        """Keep workers ready that encode the passages of a request whose states are missing.
+
+        They're used when at least two long passages are missing, and by :meth:`ingest` and
+        :meth:`encode`. States are taken and stored as they arrive. If the workers fail, or are at
+        another request's passages, this process encodes as it does without them. Returns when
+        they're ready, which takes some seconds; views by :meth:`share` use the same ones.
+
+        Args:
+            workers: how many processes, on one thread each; 0 stops those there are.
+            ray: address of a Ray cluster whose CPUs are used instead, as in :meth:`ingest`.
+
+        Raises:
+            ConfigError, WorkerError: the workers can't be started.
+        """
+        self._standby.close()
+        if not workers and ray is None:
+            return
+        pool = self._pool(workers, ray)
+        try:
+            pool.wait_until_ready()
+        except BaseException:
+            pool.close()
+            raise
+        self._standby.start(pool)
+
+    def _pool(self, workers: int, ray: str | None) -> WorkerPool:
+        """Workers that encode behind the store's conditioning prefix."""
+        conditioning = self.store.settings.conditioning
+        behind = () if conditioning is None else self.lazy_prefix(conditioning).token_ids
+        if ray is None:
+            from hypic_rag.ingest.workers import EncoderPool
+
+            return EncoderPool(self.model, workers, behind)
+        from hypic_rag.ingest.ray_pool import RayPool
+
+        return RayPool(self.model, ray, workers, behind)
 
     # -- states --------------------------------------------------------------------------------
 
@@ -278,7 +327,9 @@ class KnowledgeBase:
         behind = None if conditioning is None else self.lazy_prefix(conditioning)
         with self._lock:
             if self._cache is None:
-                self._cache = SegmentCache(self.engine, self.store, behind, self.tenant)
+                self._cache = SegmentCache(
+                    self.engine, self.store, behind, self.tenant, self._standby
+                )
             return self._cache
 
     def encode(self, texts: Iterable[str]) -> int:

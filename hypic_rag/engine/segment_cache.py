@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -51,8 +51,8 @@ class Finished(Protocol):
 class StatePool(Protocol):
     """Something that encodes segments side by side."""
 
-    def encode(self, segments: Sequence[Segment], seam: Seam) -> Iterator[Finished]:
-        """Each of ``segments`` as soon as it's finished."""
+    def encode(self, segments: Sequence[Segment], seam: Seam) -> Generator[Finished]:
+        """Each of ``segments`` as soon as it's finished; it may leave some out."""
 
 
 class SegmentCache:
@@ -63,6 +63,7 @@ class SegmentCache:
         store: keeps what was encoded.
         conditioning: the prefix that segments are encoded behind, or None.
         tenant: whose segments they are.
+        pool: encodes what's missing as far as it takes it; made with the same model and prefix.
     """
 
     def __init__(
@@ -71,11 +72,13 @@ class SegmentCache:
         store: SegmentStore,
         conditioning: LazyContext | None,
         tenant: str = "",
+        pool: StatePool | None = None,
     ) -> None:
         self._engine = engine
         self._store = store
         self._conditioning = conditioning
         self._tenant = tenant
+        self._pool = pool
         self._prefix = token_digest(conditioning.token_ids if conditioning else ())
 
     def key(self, segment: Segment, seam: Seam) -> SegmentKey:
@@ -111,20 +114,31 @@ class SegmentCache:
     ) -> None:
         """Encode ``segments`` and store their states, each as soon as it's there.
 
-        With ``pool`` its workers encode; it must have been made with the same model and
-        conditioning prefix.
+        With ``pool`` its workers encode instead of this cache's own; it must have been made with
+        the same model and conditioning prefix.
 
         Raises:
             StoreAccessError: the store can't be written.
             WorkerError: the pool can't encode a segment.
         """
-        if pool is None:
-            states = self._engine.encode(segments, seam, self._context(segments))
-            for segment, state in zip(segments, states, strict=True):
-                self._save(segment, seam, state)
-            return
-        for done in pool.encode(segments, seam):
-            self._save(segments[done.index], seam, done.state)
+        chosen = self._pool if pool is None else pool
+        with closing(self._encoded(segments, seam, chosen)) as arriving:
+            for index, state in arriving:
+                self._save(segments[index], seam, state)
+
+    def _encoded(
+        self, segments: Sequence[Segment], seam: Seam, pool: StatePool | None
+    ) -> Generator[tuple[int, SegmentState | None]]:
+        """Index and state of each segment: a pool's as they arrive, the others' from one pass."""
+        left = dict(enumerate(segments))
+        if pool is not None:
+            with closing(pool.encode(segments, seam)) as arriving:
+                for done in arriving:
+                    del left[done.index]
+                    yield done.index, done.state
+        rest = list(left.values())
+        states = self._engine.encode(rest, seam, self._context(rest))
+        yield from zip(left, states, strict=True)
 
     def _context(self, segments: Sequence[Segment]) -> Context | None:
         """What ``segments`` are encoded behind; nothing is prefilled if there are none."""
@@ -156,11 +170,32 @@ class SegmentCache:
         return tuple(found)
 
     def assemble(self, request: Request, mode: Mode) -> Assembly:
-        """:meth:`refresh`, the pass, and :meth:`keep`."""
-        fresh = replace(request, states=self.refresh(request.states))
-        assembly = self._engine.assemble([fresh], mode)[0]
-        self.keep(fresh, assembly)
-        return assembly
+        """:meth:`refresh`, the pass, and :meth:`keep`.
+
+        What the cache's pool takes of the pending states is encoded by it, before the pass.
+        """
+        fresh = self.refresh(request.states)
+        made = self._by_pool(fresh)
+        states = tuple(made.get(s, s) if isinstance(s, PendingState) else s for s in fresh)
+        ready = replace(request, states=states)
+        assembly = self._engine.assemble([ready], mode)[0]
+        self.keep(ready, assembly)
+        taken = (s.interior for s in fresh if isinstance(s, PendingState) and s in made)
+        return replace(assembly, encoded=assembly.encoded + sum(end - start for start, end in taken))
+
+    def _by_pool(self, states: Sequence[RequestState]) -> dict[PendingState, SegmentState]:
+        """Those of the pending ``states`` that the pool encodes, each stored when it arrives."""
+        pending = list(dict.fromkeys(s for s in states if isinstance(s, PendingState)))
+        made: dict[PendingState, SegmentState] = {}
+        if self._pool is None or not pending:
+            return made
+        seam = pending[0].seam  # a request's states all have the same
+        with closing(self._pool.encode([one.segment for one in pending], seam)) as arriving:
+            for done in arriving:
+                assert done.state is not None
+                made[pending[done.index]] = done.state
+                self._keep(pending[done.index], done.state)
+        return made
 
     def keep(self, request: Request, assembly: Assembly) -> None:
         """Store the states that were pending in ``request`` and that its pass has encoded.

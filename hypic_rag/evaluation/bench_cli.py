@@ -141,7 +141,7 @@ def cold(
         str, typer.Option(help="Pool sizes to simulate from measured times, comma-separated.")
     ] = "1,2,4,8",
     piece_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Also simulate segments split into such pieces.")
+        int | None, typer.Option(min=1, help="Also split segments into pieces of so many tokens.")
     ] = None,
     simulated_tokens: Annotated[
         int | None, typer.Option(min=16, help="Tokens per simulated segment. [default: tokens]")
@@ -155,23 +155,37 @@ def cold(
     from hypic_rag.evaluation.latency import measure_cold, simulate_workers
 
     loaded = load_for_bench(model, "cpu", dtype, None)
-    samples = measure_cold(loaded, segments, tokens, numbers(workers), repeats)
-    first = next(iter(samples.values()))
-    for name, sample in samples.items():
-        say(
-            f"  {name} workers: {sample.median:.2f} s, {first.median / sample.median:.2f}x",
-            as_json,
-        )
+    counts, simulated_counts = numbers(workers), numbers(simulate)
+    measured = measure_cold(loaded, segments, tokens, counts, repeats, piece_tokens)
+    first = next(iter(measured.whole.values())).median
+    for title, samples in (("whole", measured.whole), ("split", measured.split)):
+        for name, sample in samples.items():
+            say(
+                f"  {title}, {_workers(name)}: {sample.median:.2f} s, {first / sample.median:.2f}x",
+                as_json,
+            )
+    if measured.differences:
+        say(f"  split states differ from whole ones: {_shares(measured.differences)}", as_json)
     simulated = simulate_workers(
-        loaded, segments, simulated_tokens or tokens, numbers(simulate), piece_tokens
+        loaded, segments, simulated_tokens or tokens, simulated_counts, piece_tokens
     )
-    for title, part in (("whole", simulated), ("split", simulated.get("split"))):
-        for name, speedup in (part or {}).get("speedups", {}).items():
-            say(f"  simulated, {title}, {name} workers: {speedup:.2f}x", as_json)
+    say(f"  simulated from measured times, {segments} x {simulated['tokens']} tokens:", as_json)
+    for title, part in (("whole", simulated), ("split", simulated.get("split", {}))):
+        for name, speedup in part.get("speedups", {}).items():
+            bound = f", at most {simulated['bounds'][name]:.2f}x" if title == "whole" else ""
+            say(f"  {title}, {_workers(name)}: {speedup:.2f}x{bound}", as_json)
+    say(
+        "  (whole segments are jobs that nothing divides: n equal ones on w workers take "
+        "ceil(n / w) times as long as one)",
+        as_json,
+    )
     report = {
         "segments": segments,
         "tokens": tokens,
-        "seconds": {name: sample.to_json() for name, sample in samples.items()},
+        "piece_tokens": piece_tokens,
+        "seconds": {name: sample.to_json() for name, sample in measured.whole.items()},
+        "split_seconds": {name: sample.to_json() for name, sample in measured.split.items()},
+        "split_differences": measured.differences,
         "simulated": simulated,
     }
     if plot is not None:
@@ -312,6 +326,16 @@ def _line(name: str, sample: Sample, reference: Sample) -> str:
     )
 
 
+def _workers(count: str) -> str:
+    return f"{count} worker{'' if count == '1' else 's'}"
+
+
+def _shares(differences: dict[str, float]) -> str:
+    """Relative differences by part, in words."""
+    names = {"matrix": "T", "factor": "T", "offset": "e", "conv_tail": "convolution"}
+    return ", ".join(f"{names.get(part, part)} {share:.1e}" for part, share in differences.items())
+
+
 def say(text: str, as_json: bool) -> None:
     """Print a line of the report for people; JSON has stdout for itself."""
     print(text, file=sys.stderr if as_json else sys.stdout, flush=True)
@@ -363,10 +387,9 @@ def _plot_cold(path: Path, report: dict[str, Any]) -> None:
     measured = report["seconds"]
     first = next(iter(measured.values()))["median"]
     series = [
-        Series(
-            "measured",
-            tuple(Point(int(n), first / timed["median"]) for n, timed in measured.items()),
-        )
+        Series(title, tuple(Point(int(n), first / timed["median"]) for n, timed in samples.items()))
+        for title, samples in (("measured", measured), ("measured, split", report["split_seconds"]))
+        if samples
     ]
     simulated = report["simulated"]
     for name, part in (("simulated", simulated), ("simulated, split", simulated.get("split"))):

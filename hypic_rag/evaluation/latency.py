@@ -16,7 +16,7 @@ from hypic_rag.config import Seam
 from hypic_rag.engine.assemble import Request, assemble
 from hypic_rag.engine.context import Context, forward, new_cache
 from hypic_rag.engine.encode import encode_segments
-from hypic_rag.engine.splitting import OVERLAP
+from hypic_rag.engine.splitting import OVERLAP, encode_piece, join_split, piece_bounds
 from hypic_rag.errors import ConfigError
 from hypic_rag.evaluation.timing import Sample, alternate, require_equal
 from hypic_rag.evaluation.ttft import TOLERANCE, Case, case_of, random_tokens
@@ -28,6 +28,7 @@ from hypic_rag.states import SegmentState
 from hypic_rag.store import SegmentStore, StoreSettings
 
 __all__ = [
+    "ColdTimes",
     "LoadPoint",
     "measure_cold",
     "measure_ingest",
@@ -160,37 +161,121 @@ def measure_tiers(
                 store.close()
 
 
+@dataclass(frozen=True)
+class ColdTimes:
+    """Times of a cold request's encoding, by number of workers.
+
+    Attributes:
+        whole: until the last segment was finished, each encoded as a whole.
+        split: the same with segments in pieces; empty if that wasn't asked for.
+        differences: how far the split states are from the whole ones, by part: the norm of the
+            difference over the norm, in the layer where that's largest; ``logits``, those behind
+            the request and a question, as the largest difference over the largest logit.
+    """
+
+    whole: dict[str, Sample]
+    split: dict[str, Sample]
+    differences: dict[str, float]
+
+
 def measure_cold(
-    model: HybridModel, segments: int, tokens: int, workers: Sequence[int], repeats: int = 1
-) -> dict[str, Sample]:
-    """Encoding ``segments`` by pools of 1-thread workers; the states of all pools must agree."""
+    model: HybridModel,
+    segments: int,
+    tokens: int,
+    workers: Sequence[int],
+    repeats: int = 1,
+    piece_tokens: int | None = None,
+) -> ColdTimes:
+    """Encoding ``segments`` by pools of 1-thread workers, whole and split into pieces.
+
+    The states of all pools must agree, whole ones with whole ones and split ones with split ones.
+    Split states are an approximation of whole ones, except in the first layer, which depends on the
+    tokens alone: there they must agree.
+
+    Raises:
+        WrongResultError: states that must agree don't.
+    """
     made = [Segment(random_tokens(model, tokens, seed)) for seed in range(segments)]
-    seconds: dict[str, list[float]] = {str(count): [] for count in workers}
-    reference: SegmentState | None = None
+    ways = {"whole": None} | ({"split": piece_tokens} if piece_tokens else {})
+    seconds: dict[str, dict[str, list[float]]] = {way: {} for way in ways}
+    reference: dict[str, list[SegmentState | None]] = {}
     for count in workers:
         with EncoderPool(model, count) as pool:
             pool.wait_until_ready()
             warm = list(pool.encode([Segment(made[0].token_ids[:64])] * count, Seam()))
             assert len(warm) == count
             for _ in range(repeats):
-                started = time.perf_counter()
-                last: SegmentState | None = None
-                for done in pool.encode(made, Seam()):
-                    if done.index == 0:
-                        last = done.state
-                seconds[str(count)].append(time.perf_counter() - started)
-        assert last is not None
-        if reference is None:
-            reference = last
+                for way, pieces in ways.items():
+                    started = time.perf_counter()
+                    done = sorted(
+                        pool.encode(made, Seam(), piece_tokens=pieces), key=lambda one: one.index
+                    )
+                    spent = time.perf_counter() - started
+                    seconds[way].setdefault(str(count), []).append(spent)
+                    states = [one.state for one in done]
+                    first = reference.setdefault(way, states)
+                    if first is not states:
+                        _require_same_states(f"{way}, by {count} workers", states, first)
+    samples = {
+        way: {count: Sample(tuple(values)) for count, values in by_count.items()}
+        for way, by_count in seconds.items()
+    }
+    differences = {}
+    if piece_tokens:
+        differences = _differences(reference["split"], reference["whole"])
+        question = random_tokens(model, 48, segments)
+        differences["logits"] = _logits_difference(
+            model, made, question, reference["split"], reference["whole"]
+        )
+    return ColdTimes(samples["whole"], samples.get("split", {}), differences)
+
+
+def _require_same_states(
+    what: str, states: Sequence[SegmentState | None], reference: Sequence[SegmentState | None]
+) -> None:
+    for mine, yours in zip(states, reference, strict=True):
+        if mine is None or yours is None:
             continue
-        for name, tensor in reference.to_tensors().items():
-            require_equal(
-                f"{name} by {count} workers",
-                last.to_tensors()[name],
-                tensor,
-                TOLERANCE[tensor.dtype],
-            )
-    return {name: Sample(tuple(values)) for name, values in seconds.items()}
+        got = mine.to_tensors()
+        for name, tensor in yours.to_tensors().items():
+            require_equal(f"{name}, {what}", got[name], tensor, TOLERANCE[tensor.dtype])
+
+
+def _differences(
+    split: Sequence[SegmentState | None], whole: Sequence[SegmentState | None]
+) -> dict[str, float]:
+    """Largest relative differences by part (``matrix``, ``offset``, ``keys``, ...).
+
+    Raises:
+        WrongResultError: the first layer differs.
+    """
+    worst: dict[str, float] = {}
+    for mine, yours in zip(split, whole, strict=True):
+        if mine is None or yours is None:
+            continue
+        for name, tensor in yours.to_tensors().items():
+            got = mine.to_tensors()[name]
+            layer, _, part = name.partition(".")
+            if layer == "0":
+                require_equal(f"{name}, split", got, tensor, TOLERANCE[tensor.dtype])
+            expected = tensor.double()
+            relative = float((got.double() - expected).norm() / expected.norm().clamp(min=1e-30))
+            worst[part] = max(worst.get(part, 0.0), relative)
+    return worst
+
+
+def _logits_difference(
+    model: HybridModel,
+    segments: Sequence[Segment],
+    question: tuple[int, ...],
+    split: Sequence[SegmentState | None],
+    whole: Sequence[SegmentState | None],
+) -> float:
+    logits = [
+        assemble(model, [Request(tuple(segments), tuple(states), question)])[0].context.logits
+        for states in (split, whole)
+    ]
+    return float((logits[0] - logits[1]).abs().max() / logits[1].abs().max())
 
 
 def simulate_workers(
@@ -200,39 +285,55 @@ def simulate_workers(
     workers: Sequence[int],
     piece_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """What the scheduler makes of measured times: one segment and one piece, on one thread.
+    """What the scheduler makes of measured times: one segment and its pieces, on one thread.
 
-    Returns the speed-ups over one worker by number of workers, whole and split.
+    Returns ``segment_seconds``, ``speedups`` over one worker by number of workers, and the
+    ``bounds`` that so many equal segments can't exceed if each stays whole. With ``piece_tokens``,
+    ``split`` has ``piece_seconds``, ``join_seconds``, and ``speedups`` over one worker with whole
+    segments.
     """
     segment = Segment(random_tokens(model, tokens, 0))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
+        encode_segments(model, [Segment(segment.token_ids[:64])], Seam())  # a warm-up
         whole = _seconds(lambda: encode_segments(model, [segment], Seam()))
-        split: dict[str, Any] | None = None
-        if piece_tokens:
-            from hypic_rag.engine.splitting import encode_piece, piece_bounds
-
-            bounds = piece_bounds(segment, Seam(), piece_tokens)
-            times = [
-                _seconds(lambda b=b: encode_piece(model, segment, *b))  # type: ignore[misc]
-                for b in bounds
-            ]
-            split = {"overlap": OVERLAP, "piece_seconds": times}
+        split = _piece_times(model, segment, piece_tokens) if piece_tokens else None
     finally:
         torch.set_num_threads(threads)
     alone = whole * segments
     result: dict[str, Any] = {
+        "tokens": tokens,
         "segment_seconds": whole,
         "speedups": {str(n): alone / makespan([whole] * segments, n) for n in workers},
+        "bounds": {str(n): segments / -(-segments // n) for n in workers},
     }
     if split is not None:
-        result["split"] = split | {
-            "speedups": {
-                str(n): alone / makespan(split["piece_seconds"] * segments, n) for n in workers
-            }
+        # The parent joins pieces while workers go on; only the last segment's is waited for.
+        ends = {
+            n: makespan(split["piece_seconds"] * segments, n) + split["join_seconds"]
+            for n in workers
         }
+        split["speedups"] = {str(n): alone / end for n, end in ends.items()}
+        result["split"] = split
     return result
+
+
+def _piece_times(model: HybridModel, segment: Segment, piece_tokens: int) -> dict[str, Any]:
+    """Seconds for each piece of a segment, and for joining them."""
+    pieces: list[SegmentState] = []
+    times = []
+    for start, end in piece_bounds(segment, Seam(), piece_tokens):
+        started = time.perf_counter()
+        pieces.append(encode_piece(model, segment, start, end))
+        times.append(time.perf_counter() - started)
+    joined = _seconds(lambda: join_split(pieces, segment, Seam(), model.kernel))
+    return {
+        "piece_tokens": piece_tokens,
+        "overlap": OVERLAP,
+        "piece_seconds": times,
+        "join_seconds": joined,
+    }
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -1,9 +1,4 @@
-"""A pool of encoder processes on one machine.
-
-Segments go to whichever worker is idle, the longest first, and each state is handed over as soon as
-it's finished. A worker that dies loses nothing: what it was at is given to another. The model's
-weights lie in shared memory once, however many workers there are.
-"""
+"""A pool of encoder processes on one machine; their weights lie in shared memory once."""
 
 from __future__ import annotations
 
@@ -12,76 +7,40 @@ import shutil
 import signal
 import tempfile
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from hypic_rag.config import Seam
-from hypic_rag.engine.context import Context
-from hypic_rag.engine.encode import encode_segments
 from hypic_rag.engine.engine import Engine
-from hypic_rag.engine.splitting import OVERLAP, encode_piece, join_split, piece_bounds
 from hypic_rag.errors import ConfigError, WorkerError
 from hypic_rag.families.model import HybridModel
-from hypic_rag.ingest.scheduling import group_jobs
-from hypic_rag.segments import Segment
+from hypic_rag.ingest.pool import (
+    Encoded,
+    Job,
+    Result,
+    WorkerPool,
+    Worklist,
+    check_pool,
+    encode_tasks,
+    quiet_library,
+)
 from hypic_rag.states import SegmentState
 
 __all__ = ["Encoded", "EncoderPool"]
-
-_ATTEMPTS = 3
-"""Workers that may die over one job before it's given up."""
-
-
-@dataclass(frozen=True, eq=False)
-class Encoded:
-    """A finished segment.
-
-    Attributes:
-        index: which of the segments that were given.
-        state: its state; None if it's too short to have an interior.
-        seconds: processor time that its worker took, shared evenly within a job.
-    """
-
-    index: int
-    state: SegmentState | None
-    seconds: float
-
-
-@dataclass(frozen=True)
-class _Task:
-    """One segment, or tokens ``start`` to ``end`` of it, on its way through the pool."""
-
-    index: int
-    segment: Segment
-    bounds: tuple[int, int] | None = None
-
-    @property
-    def tokens(self) -> int:
-        return len(self.segment) if self.bounds is None else self.bounds[1] - self.bounds[0]
-
-
-@dataclass(eq=False)
-class _Job:
-    tasks: tuple[_Task, ...]
-    attempts: int = 0
 
 
 @dataclass(eq=False)
 class _Worker:
     process: Any
     connection: Connection
-    job: _Job | None = None
+    job: Job | None = None
     ready: bool = False
-    done: list[int] = field(default_factory=list)
 
 
-class EncoderPool:
+class EncoderPool(WorkerPool):
     """Encoder processes; use it as a context manager.
 
     Args:
@@ -104,37 +63,20 @@ class EncoderPool:
     ) -> None:
         import torch.multiprocessing
 
-        if workers < 1 or threads < 1:
-            raise ConfigError(f"A pool needs workers and threads, not {workers} and {threads}.")
-        if model.device.type != "cpu":
-            raise ConfigError(
-                "Worker processes encode on the CPU, but the model is on a GPU: load it with "
-                "device='cpu', or encode without workers, which keeps a GPU busy by itself."
-            )
+        check_pool(model, workers, threads)
+        super().__init__(model)
         _share_weights(model)
         self._model = replace(model, tokenizer=None)
         self._conditioning = tuple(conditioning)
         self._threads = threads
         self._context = torch.multiprocessing.get_context("spawn")
         self._spool = Path(tempfile.mkdtemp(prefix="hypic-states-", dir=_shared_folder()))
-        self._failed_starts = 0
         self._workers: list[_Worker] = []
         try:
             self._workers = [self._start() for _ in range(workers)]
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @property
     def pids(self) -> list[int]:
@@ -155,85 +97,17 @@ class EncoderPool:
         self._workers = []
         shutil.rmtree(self._spool, ignore_errors=True)
 
-    def wait_until_ready(self) -> None:
-        """Return when every worker has loaded the model and prefilled the conditioning prefix."""
-        while any(not worker.ready for worker in self._workers):
-            for _ in self._collect([], deque()):
-                pass
+    @property
+    def _ready(self) -> bool:
+        return all(worker.ready for worker in self._workers)
 
-    def encode(
-        self,
-        segments: Sequence[Segment],
-        seam: Seam,
-        *,
-        piece_tokens: int | None = None,
-        overlap: int = OVERLAP,
-    ) -> Iterator[Encoded]:
-        """Encode ``segments`` and yield each as soon as it's finished, in any order.
-
-        Args:
-            segments: what to encode.
-            seam: widths that the states leave out.
-            piece_tokens: split longer interiors into pieces that several workers encode; an
-                approximation (:mod:`hypic_rag.engine.splitting`), so the default is not to.
-            overlap: tokens in front of a piece that run for its context's sake.
-
-        Raises:
-            WorkerError: a segment can't be encoded.
-        """
-        tasks: list[_Task] = []
-        for index, segment in enumerate(segments):
-            bounds = piece_bounds(segment, seam, piece_tokens or max(1, len(segment)))
-            if not bounds:
-                yield Encoded(index, None, 0.0)
-            elif len(bounds) == 1:
-                tasks.append(_Task(index, segment))
-            else:
-                tasks.extend(_Task(index, segment, each) for each in bounds)
-        groups = group_jobs([task.tokens for task in tasks], len(self._workers))
-        queue = deque(_Job(tuple(tasks[i] for i in group)) for group in groups)
-        waiting = dict.fromkeys(tasks)
-        pieces: dict[int, dict[tuple[int, int], SegmentState]] = {}
-        seconds: dict[int, float] = {}
-        try:
-            while waiting:
-                for task, state, spent in self._collect([seam, overlap], queue):
-                    if task not in waiting:
-                        continue
-                    del waiting[task]
-                    seconds[task.index] = seconds.get(task.index, 0.0) + spent
-                    if task.bounds is None:
-                        yield Encoded(task.index, state, seconds[task.index])
-                        continue
-                    pieces.setdefault(task.index, {})[task.bounds] = state
-                    if any(other.index == task.index for other in waiting):
-                        continue
-                    parts = pieces.pop(task.index)
-                    whole = join_split(
-                        [parts[bounds] for bounds in sorted(parts)],
-                        task.segment,
-                        seam,
-                        self._model.kernel,
-                    )
-                    yield Encoded(task.index, whole, seconds[task.index])
-        finally:
-            # A caller that stops early leaves workers at jobs whose results nobody wants.
-            for worker in list(self._workers):
-                if worker.job is not None:
-                    self._replace(worker)
-
-    # -- one turn ------------------------------------------------------------------------------
-
-    def _collect(
-        self, settings: list[Any], queue: deque[_Job]
-    ) -> Iterator[tuple[_Task, SegmentState, float]]:
-        """Give idle workers their jobs, wait for news, and yield what was finished."""
+    def _turn(self, work: Worklist) -> Iterator[Result]:
         for worker in self._workers:
-            if queue and worker.ready and worker.job is None:
-                worker.job, worker.done = queue.popleft(), []
+            if work.queue and worker.ready and worker.job is None:
+                worker.job = work.queue.popleft()
                 sent = [(task.segment, task.bounds) for task in worker.job.tasks]
                 with suppress(OSError):  # a dead worker's sentinel tells below
-                    worker.connection.send((sent, *settings))
+                    worker.connection.send((sent, work.seam, work.overlap))
         by_source: dict[Any, _Worker] = {}
         for worker in self._workers:
             by_source[worker.connection] = by_source[worker.process.sentinel] = worker
@@ -242,18 +116,23 @@ class EncoderPool:
             finished, dead = self._listen(worker)
             yield from finished
             if dead:
-                self._reschedule(worker, queue)
+                self._bury(worker, work)
 
-    def _listen(self, worker: _Worker) -> tuple[list[tuple[_Task, SegmentState, float]], bool]:
+    def _recall(self) -> None:
+        for worker in list(self._workers):
+            if worker.job is not None:
+                self._replace(worker)
+
+    def _listen(self, worker: _Worker) -> tuple[list[Result], bool]:
         """What a worker has sent, and whether it's dead."""
-        finished = []
+        finished: list[Result] = []
         dead = not worker.process.is_alive()
         try:
             while worker.connection.poll():
                 message = worker.connection.recv()
                 if message == "ready":
                     worker.ready = True
-                    self._failed_starts = 0
+                    self._started()
                 elif message == "idle":
                     worker.job = None
                 elif isinstance(message, BaseException):
@@ -264,33 +143,18 @@ class EncoderPool:
                 else:
                     place, path, seconds = message
                     assert worker.job is not None
-                    worker.done.append(place)
                     finished.append((worker.job.tasks[place], _take(Path(path)), seconds))
         except (EOFError, OSError):
             dead = True
         return finished, dead
 
-    def _reschedule(self, worker: _Worker, queue: deque[_Job]) -> None:
+    def _bury(self, worker: _Worker, work: Worklist) -> None:
         """Replace a dead worker and give what it was at to another."""
-        job, done, was_ready = worker.job, worker.done, worker.ready
         self._replace(worker)
-        if job is None:
-            self._failed_starts += not was_ready
-            if self._failed_starts >= _ATTEMPTS:
-                raise WorkerError(
-                    f"{self._failed_starts} workers died while they were loading the model; is "
-                    "there enough memory?"
-                )
-            return
-        left = tuple(task for place, task in enumerate(job.tasks) if place not in done)
-        attempts = job.attempts + 1
-        if left and attempts >= _ATTEMPTS:
-            raise WorkerError(
-                f"{attempts} workers died over a job with {sum(t.tokens for t in left)} tokens; "
-                "is there enough memory? Use fewer workers or shorter chunks."
-            )
-        if left:
-            queue.appendleft(_Job(left, attempts))
+        if worker.job is not None:
+            work.put_back(worker.job)
+        elif not worker.ready:
+            self._failed_to_start("is there enough memory?")
 
     def _replace(self, worker: _Worker) -> None:
         worker.process.kill()
@@ -322,6 +186,7 @@ def _work(
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+    quiet_library()
     torch.set_num_threads(threads)
     prefix = Engine(model).prefill(conditioning) if conditioning else None
     connection.send("ready")
@@ -334,7 +199,7 @@ def _work(
             return
         tasks, seam, overlap = message
         try:
-            for place, state, seconds in _encode(model, tasks, seam, overlap, prefix):
+            for place, state, seconds in encode_tasks(model, tasks, seam, overlap, prefix):
                 path = f"{spool}/{os.getpid()}-{time.monotonic_ns()}.safetensors"
                 _put(Path(path), state)
                 connection.send((place, path, seconds))
@@ -342,27 +207,6 @@ def _work(
         except Exception as error:  # whatever it is, the parent has to hear of it
             connection.send(RuntimeError(f"{type(error).__name__}: {error}"))
             return
-
-
-def _encode(
-    model: HybridModel,
-    tasks: Sequence[tuple[Segment, tuple[int, int] | None]],
-    seam: Seam,
-    overlap: int,
-    prefix: Context | None,
-) -> Iterator[tuple[int, SegmentState, float]]:
-    whole = [place for place, (_, bounds) in enumerate(tasks) if bounds is None]
-    started = time.process_time()
-    states = encode_segments(model, [tasks[place][0] for place in whole], seam, prefix)
-    spent = (time.process_time() - started) / max(1, len(whole))
-    for place, state in zip(whole, states, strict=True):
-        assert state is not None
-        yield place, state, spent
-    for place, (segment, bounds) in enumerate(tasks):
-        if bounds is not None:
-            started = time.process_time()
-            state = encode_piece(model, segment, *bounds, prefix, overlap)
-            yield place, state, time.process_time() - started
 
 
 def _put(path: Path, state: SegmentState) -> None:

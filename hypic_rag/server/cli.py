@@ -92,6 +92,14 @@ def serve(
     read_only: Annotated[
         bool, typer.Option("--read-only", help="Never write: no uploads, no new states.")
     ] = False,
+    workers: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Processes that encode a request's passages side by side if several have no "
+            "state; 0 for none.",
+        ),
+    ] = 0,
     open_to_all: Annotated[
         bool,
         typer.Option("--no-keys", help="Allow other machines to ask without an API key."),
@@ -150,6 +158,7 @@ def serve(
         read_only=read_only,
         device=device or settings.device,
         dtype=dtype or settings.dtype,
+        workers=workers,
     ) as kb:
         if max_kl is not None:
             kb.watch(max_kl, _PROBE_SHARE if probe_share is None else probe_share)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from hypic_rag.evaluation.timing import (
     require_equal,
 )
 from hypic_rag.evaluation.ttft import Case, measure_batch, measure_misses, measure_ttft
+from hypic_rag.states import SegmentState
 
 CPU = torch.device("cpu")
 
@@ -80,8 +82,12 @@ def test_cold(tmp_path: Path) -> None:
         "cold", "--segments", "3", "--tokens", "40", "--workers", "1", "--simulate", "1,2",
         "--piece-tokens", "20", "--plot", str(plot),
     )["results"]  # fmt: skip
-    assert set(report["seconds"]) == {"1"}
+    assert set(report["seconds"]) == set(report["split_seconds"]) == {"1"}
+    # Here the overlap is the whole context, so pieces are exact.
+    assert set(report["split_differences"]) >= {"matrix", "offset", "keys", "values", "logits"}
+    assert max(report["split_differences"].values()) < 1e-3
     assert report["simulated"]["speedups"] == {"1": 1.0, "2": 1.5}
+    assert report["simulated"]["bounds"] == {"1": 1.0, "2": 1.5}
     assert set(report["simulated"]["split"]["speedups"]) == {"1", "2"}
     assert plot.exists()
 
@@ -157,8 +163,34 @@ def test_more_segments_cant_be_missing_than_there_are() -> None:
 def test_batching_and_pools_are_compared() -> None:
     model = random_model("tiny")
     assert set(measure_batch(model, Case(2, 40), 2, 1)) == {"batch", "single"}
-    assert set(measure_cold(model, 2, 40, (1, 2))) == {"1", "2"}
-    assert simulate_workers(model, 11, 32, (8,))["speedups"]["8"] == pytest.approx(5.5)
+    cold = measure_cold(model, 2, 200, (1, 2), piece_tokens=60)
+    assert set(cold.whole) == set(cold.split) == {"1", "2"}
+    assert 1e-5 < cold.differences["matrix"] < 2
+    assert 1e-5 < cold.differences["logits"] < 2
+    plain = measure_cold(model, 1, 40, (1,))
+    assert plain.split == {} and plain.differences == {}
+    simulated = simulate_workers(model, 11, 32, (8,), piece_tokens=16)
+    assert simulated["speedups"]["8"] == pytest.approx(5.5)
+    assert simulated["bounds"]["8"] == 5.5
+    assert len(simulated["split"]["piece_seconds"]) == 2
+
+
+def test_pieces_joined_wrongly_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer depends on the tokens alone, so there a split state must be the whole one."""
+    from hypic_rag.ingest import pool
+
+    join = pool.join_split
+    monkeypatch.setattr(pool, "join_split", lambda pieces, *rest: join(_swapped(pieces), *rest))
+    with pytest.raises(WrongResultError, match=r"0\.matrix, split"):
+        measure_cold(random_model("tiny"), 1, 200, (1,), piece_tokens=100)
+
+
+def _swapped(pieces: list[SegmentState]) -> list[SegmentState]:
+    first, second = pieces
+    return [
+        dataclasses.replace(first, layers=second.layers),
+        dataclasses.replace(second, layers=first.layers),
+    ]
 
 
 def test_load_points() -> None:

@@ -15,6 +15,7 @@ from hypic_rag.engine.encode import encode_segments
 from hypic_rag.engine.oracle import recompute
 from hypic_rag.engine.splitting import encode_piece, join_split, piece_bounds
 from hypic_rag.errors import ConfigError, WorkerError
+from hypic_rag.ingest.pool import Worklist
 from hypic_rag.ingest.scheduling import group_jobs, makespan
 from hypic_rag.ingest.workers import EncoderPool
 from hypic_rag.segments import Segment
@@ -138,6 +139,32 @@ def test_makespan() -> None:
     assert makespan([1.0] * 11, 8) == 2.0
     assert makespan([3, 3, 2, 2, 2], 2) == 7
     assert makespan([5.0], 4) == 5.0
+
+
+def test_a_job_is_given_up_when_several_died_over_it() -> None:
+    model = tiny_model("qwen3_5")
+    segments = segments_of(*[10] * 12)
+    work = Worklist(segments, SEAM, 1, model.kernel)
+    job = work.queue.popleft()
+    assert [task.index for task in job.tasks] == [0, 1, 2]
+    state = encode_segments(model, segments[:1], SEAM)[0]
+    assert state is not None
+    done = work.finish((job.tasks[0], state, 0.5))
+    assert done is not None and (done.index, done.seconds) == (0, 0.5)
+    assert work.finish((job.tasks[0], state, 0.5)) is None  # it came twice
+    for _ in range(2):
+        work.put_back(job)
+        job = work.queue.popleft()
+        assert [task.index for task in job.tasks] == [1, 2]
+    with pytest.raises(WorkerError, match="3 workers died over a job with 20 tokens"):
+        work.put_back(job)
+
+
+def test_a_closed_pool_says_so() -> None:
+    made = EncoderPool(tiny_model("qwen3_5"), 1)
+    made.close()
+    with pytest.raises(ConfigError, match="closed"):
+        list(made.encode(segments_of(20), SEAM))
 
 
 @pytest.mark.parametrize(("workers", "threads"), [(0, 1), (1, 0)])
