@@ -169,16 +169,14 @@ def cold(
     simulated = simulate_workers(
         loaded, segments, simulated_tokens or tokens, simulated_counts, piece_tokens
     )
-    say(f"  simulated from measured times, {segments} x {simulated['tokens']} tokens:", as_json)
-    for title, part in (("whole", simulated), ("split", simulated.get("split", {}))):
-        for name, speedup in part.get("speedups", {}).items():
-            bound = f", at most {simulated['bounds'][name]:.2f}x" if title == "whole" else ""
-            say(f"  {title}, {_workers(name)}: {speedup:.2f}x{bound}", as_json)
     say(
-        "  (whole segments are jobs that nothing divides: n equal ones on w workers take "
-        "ceil(n / w) times as long as one)",
+        f"  simulated from times on one worker, {segments} x {simulated['tokens']} tokens (whole, n "
+        "equal segments on w workers take ceil(n / w) times as long as one):",
         as_json,
     )
+    for title, part in (("whole", simulated), ("split", simulated.get("split", {}))):
+        for name, speedup in part.get("speedups", {}).items():
+            say(f"  {title}, {_workers(name)}: {speedup:.2f}x", as_json)
     report = {
         "segments": segments,
         "tokens": tokens,

@@ -206,13 +206,8 @@ def measure_cold(
             assert len(warm) == count
             for _ in range(repeats):
                 for way, pieces in ways.items():
-                    started = time.perf_counter()
-                    done = sorted(
-                        pool.encode(made, Seam(), piece_tokens=pieces), key=lambda one: one.index
-                    )
-                    spent = time.perf_counter() - started
+                    spent, states = _encode_timed(pool, made, pieces)
                     seconds[way].setdefault(str(count), []).append(spent)
-                    states = [one.state for one in done]
                     first = reference.setdefault(way, states)
                     if first is not states:
                         _require_same_states(f"{way}, by {count} workers", states, first)
@@ -222,12 +217,20 @@ def measure_cold(
     }
     differences = {}
     if piece_tokens:
-        differences = _differences(reference["split"], reference["whole"])
+        split, whole = reference["split"], reference["whole"]
         question = random_tokens(model, 48, segments)
-        differences["logits"] = _logits_difference(
-            model, made, question, reference["split"], reference["whole"]
-        )
+        differences = _differences(split, whole)
+        differences["logits"] = _logits_difference(model, made, question, split, whole)
     return ColdTimes(samples["whole"], samples.get("split", {}), differences)
+
+
+def _encode_timed(
+    pool: EncoderPool, segments: Sequence[Segment], piece_tokens: int | None
+) -> tuple[float, list[SegmentState | None]]:
+    started = time.perf_counter()
+    done = list(pool.encode(segments, Seam(), piece_tokens=piece_tokens))
+    spent = time.perf_counter() - started
+    return spent, [one.state for one in sorted(done, key=lambda one: one.index)]
 
 
 def _require_same_states(
@@ -287,10 +290,12 @@ def simulate_workers(
 ) -> dict[str, Any]:
     """What the scheduler makes of measured times: one segment and its pieces, on one thread.
 
-    Returns ``segment_seconds``, ``speedups`` over one worker by number of workers, and the
-    ``bounds`` that so many equal segments can't exceed if each stays whole. With ``piece_tokens``,
-    ``split`` has ``piece_seconds``, ``join_seconds``, and ``speedups`` over one worker with whole
-    segments.
+    Whole, ``n`` equal segments on ``w`` workers take ``ceil(n / w)`` times as long as one, so
+    ``n / ceil(n / w)`` is all that they can gain.
+
+    Returns ``segment_seconds`` and ``speedups`` over one worker by number of workers. With
+    ``piece_tokens``, ``split`` has ``piece_seconds``, ``join_seconds``, and ``speedups`` over one
+    worker with whole segments.
     """
     segment = Segment(random_tokens(model, tokens, 0))
     threads = torch.get_num_threads()
@@ -306,7 +311,6 @@ def simulate_workers(
         "tokens": tokens,
         "segment_seconds": whole,
         "speedups": {str(n): alone / makespan([whole] * segments, n) for n in workers},
-        "bounds": {str(n): segments / -(-segments // n) for n in workers},
     }
     if split is not None:
         # The parent joins pieces while workers go on; only the last segment's is waited for.
