@@ -170,8 +170,8 @@ def cold(
         loaded, segments, simulated_tokens or tokens, simulated_counts, piece_tokens
     )
     say(
-        f"  simulated from times on one worker, {segments} x {simulated['tokens']} tokens (whole, n "
-        "equal segments on w workers take ceil(n / w) times as long as one):",
+        f"  simulated from times on one worker, {segments} x {simulated['tokens']} tokens (if n "
+        "equal segments stay whole, w workers take ceil(n / w) times as long as for one):",
         as_json,
     )
     for title, part in (("whole", simulated), ("split", simulated.get("split", {}))):
