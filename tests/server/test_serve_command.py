@@ -79,13 +79,14 @@ def test_missing_packages_are_named(store: str, monkeypatch: pytest.MonkeyPatch)
     assert "hypic-rag[server]" in str(refused("--store", store))
 
 
-@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
-def test_serving_until_a_signal(store: str, stop: signal.Signals) -> None:
+@pytest.mark.parametrize(("stop", "workers"), [(signal.SIGTERM, "1"), (signal.SIGINT, "0")])
+def test_serving_until_a_signal(store: str, stop: signal.Signals, workers: str) -> None:
+    options = [
+        *("--store", store, "--port", "0", "--max-tokens", "4", "--workers", workers),
+        *("--max-kl", "0.25", "--probe-share", "0"),
+    ]
     process = subprocess.Popen(
-        [
-            *(sys.executable, "-c", COMMAND, "--store", store, "--port", "0", "--max-tokens", "4"),
-            *("--max-kl", "0.25", "--probe-share", "0"),
-        ],
+        [sys.executable, "-c", COMMAND, *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
