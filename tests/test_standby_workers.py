@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hypic_rag import KnowledgeBase, Sampling, Seam, Segment
-from hypic_rag.errors import WorkerError
+from hypic_rag.errors import ConfigError, WorkerError
 from hypic_rag.families.model import HybridModel
 from hypic_rag.ingest.embedder import MiniLmEmbedder
 from hypic_rag.ingest.pool import Encoded, WorkerPool
@@ -34,6 +34,7 @@ def plain(
     tmp_path: Path, small_model: HybridModel, embedder: MiniLmEmbedder
 ) -> Iterator[KnowledgeBase]:
     with KnowledgeBase.open(tmp_path / "plain", small_model, embedder=embedder) as opened:
+        opened.prefix(opened.system_prompt)
         yield opened
 
 
@@ -42,6 +43,7 @@ def kb(
     tmp_path: Path, small_model: HybridModel, embedder: MiniLmEmbedder
 ) -> Iterator[KnowledgeBase]:
     with KnowledgeBase.open(tmp_path / "kb", small_model, embedder=embedder) as opened:
+        opened.prefix(opened.system_prompt)
         yield opened
 
 
@@ -94,29 +96,36 @@ def test_real_workers_give_the_same_answer(
     monkeypatch.setattr(
         EncoderPool, "encode", lambda pool, *a, **k: (calls.append(pool), encode(pool, *a, **k))[1]
     )
+    capfd.readouterr()
     kb.use_workers(2)
+    assert capfd.readouterr().err == ""  # no hints of the library's, neither here nor there
     assert_same_answer(kb, plain, passages(4))
     assert len(calls) == 1
     # What was encoded is stored, so asking again needs nobody.
-    before = kb.store.statistics().states
-    assert before == plain.store.statistics().states == 5
-    again = kb.answer_from(QUESTION, passages(4), sampling=SHORT)
-    assert again.tokens.computed < 100 and len(calls) == 1
+    assert kb.store.statistics().states == plain.store.statistics().states == 5
+    assert_same_answer(kb, plain, passages(4))
+    assert len(calls) == 1
     # A view for another tenant uses the same workers.
-    assert_same_answer(kb.share(tenant="other"), plain, passages(4))
+    assert_same_answer(kb.share(tenant="other"), plain.share(tenant="other"), passages(4))
     assert len(calls) == 2 and calls[0] is calls[1]
-    kb.use_workers(0)
+    assert len(calls[0].pids) == 2
+    kb.close()
     assert calls[0].pids == []
-    assert capfd.readouterr().err == ""  # no hints of the library's
 
 
-def test_workers_are_stopped_with_the_knowledge_base(
-    tmp_path: Path, small_model: HybridModel, embedder: MiniLmEmbedder
+def test_opening_with_workers(
+    tmp_path: Path,
+    small_model: HybridModel,
+    embedder: MiniLmEmbedder,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with KnowledgeBase.open(tmp_path / "kb", small_model, embedder=embedder, workers=1) as opened:
-        pool = opened._standby._pool
-        assert pool is not None and len(pool.pids) == 1
-    assert pool.pids == []
+    with pytest.raises(ConfigError, match="not -1 and 1"):
+        KnowledgeBase.open(tmp_path / "kb", small_model, embedder=embedder, workers=-1)
+    asked: list[int] = []
+    monkeypatch.setattr(KnowledgeBase, "use_workers", lambda self, count: asked.append(count))
+    for count in (0, 3):
+        KnowledgeBase.open(tmp_path / "kb", small_model, embedder=embedder, workers=count).close()
+    assert asked == [3]
 
 
 def test_only_several_long_passages_are_given_away(kb: KnowledgeBase, plain: KnowledgeBase) -> None:

@@ -30,6 +30,7 @@ from hypic_rag.store import SegmentStore, StoreSettings
 __all__ = [
     "ColdTimes",
     "LoadPoint",
+    "compare_states",
     "measure_cold",
     "measure_ingest",
     "measure_load",
@@ -219,7 +220,7 @@ def measure_cold(
     if piece_tokens:
         split, whole = reference["split"], reference["whole"]
         question = random_tokens(model, 48, segments)
-        differences = _differences(split, whole)
+        differences = compare_states(split, whole)
         differences["logits"] = _logits_difference(model, made, question, split, whole)
     return ColdTimes(samples["whole"], samples.get("split", {}), differences)
 
@@ -244,13 +245,17 @@ def _require_same_states(
             require_equal(f"{name}, {what}", got[name], tensor, TOLERANCE[tensor.dtype])
 
 
-def _differences(
+def compare_states(
     split: Sequence[SegmentState | None], whole: Sequence[SegmentState | None]
 ) -> dict[str, float]:
-    """Largest relative differences by part (``matrix``, ``offset``, ``keys``, ...).
+    """How far states of split segments are from those of whole ones, by part of a layer.
+
+    Returns:
+        For ``matrix`` (``T``), ``offset`` (``e``), ``keys``, ... the norm of the difference over
+        the norm, in the segment and layer where that's largest.
 
     Raises:
-        WrongResultError: the first layer differs.
+        WrongResultError: they differ in the first layer, which depends on the tokens alone.
     """
     worst: dict[str, float] = {}
     for mine, yours in zip(split, whole, strict=True):

@@ -333,7 +333,8 @@ class _Unpickler(pickle.Unpickler):
         self._tensors = tensors
 
     def persistent_load(self, number: Any) -> Tensor:
-        return self._tensors[number]
+        tensor: Tensor = self._tensors[number]
+        return tensor
 
 
 def take_apart(model: HybridModel) -> _Parts:

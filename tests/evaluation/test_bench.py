@@ -12,9 +12,18 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from hypic_rag.config import Seam
+from hypic_rag.engine.encode import encode_segments
+from hypic_rag.engine.splitting import encode_piece, join_split, piece_bounds
 from hypic_rag.errors import ConfigError
 from hypic_rag.evaluation.bench_cli import app
-from hypic_rag.evaluation.latency import LoadPoint, measure_cold, measure_load, simulate_workers
+from hypic_rag.evaluation.latency import (
+    LoadPoint,
+    compare_states,
+    measure_cold,
+    measure_load,
+    simulate_workers,
+)
 from hypic_rag.evaluation.random_models import SHAPES, random_model
 from hypic_rag.evaluation.timing import (
     Sample,
@@ -24,7 +33,7 @@ from hypic_rag.evaluation.timing import (
     require_equal,
 )
 from hypic_rag.evaluation.ttft import Case, measure_batch, measure_misses, measure_ttft
-from hypic_rag.states import SegmentState
+from hypic_rag.segments import Segment
 
 CPU = torch.device("cpu")
 
@@ -166,29 +175,27 @@ def test_batching_and_pools_are_compared() -> None:
     assert set(cold.whole) == set(cold.split) == {"1", "2"}
     assert 1e-5 < cold.differences["matrix"] < 2
     assert 1e-5 < cold.differences["logits"] < 2
-    plain = measure_cold(model, 1, 40, (1,))
-    assert plain.split == {} and plain.differences == {}
     simulated = simulate_workers(model, 11, 32, (8,), piece_tokens=16)
     assert simulated["speedups"]["8"] == pytest.approx(5.5)
     assert len(simulated["split"]["piece_seconds"]) == 2
 
 
-def test_pieces_joined_wrongly_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_joined_wrongly_are_found() -> None:
     """The first layer depends on the tokens alone, so there a split state must be the whole one."""
-    from hypic_rag.ingest import pool
-
-    join = pool.join_split
-    monkeypatch.setattr(pool, "join_split", lambda pieces, *rest: join(_swapped(pieces), *rest))
-    with pytest.raises(WrongResultError, match=r"0\.matrix, split"):
-        measure_cold(random_model("tiny"), 1, 200, (1,), piece_tokens=100)
-
-
-def _swapped(pieces: list[SegmentState]) -> list[SegmentState]:
-    first, second = pieces
-    return [
+    model, segment = random_model("tiny"), Segment(tuple(range(1, 201)))
+    whole = encode_segments(model, [segment], Seam())
+    first, second = (
+        encode_piece(model, segment, *bounds) for bounds in piece_bounds(segment, Seam(), 100)
+    )
+    joined = join_split([first, second], segment, Seam(), model.kernel)
+    assert compare_states([joined], whole)["matrix"] > 1e-5
+    swapped = [
         dataclasses.replace(first, layers=second.layers),
         dataclasses.replace(second, layers=first.layers),
     ]
+    wrong = join_split(swapped, segment, Seam(), model.kernel)
+    with pytest.raises(WrongResultError, match=r"0\.matrix, split"):
+        compare_states([wrong], whole)
 
 
 def test_load_points() -> None:
@@ -199,9 +206,6 @@ def test_load_points() -> None:
 
 
 def test_random_models_remember() -> None:
-    from hypic_rag.config import Seam
-    from hypic_rag.engine.encode import encode_segments
-    from hypic_rag.segments import Segment
     from hypic_rag.states import LinearState
 
     assert set(SHAPES) >= {"100m", "0.5b", "0.8b", "4b"}
