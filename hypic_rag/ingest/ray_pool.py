@@ -143,8 +143,9 @@ class RayPool(WorkerPool):
         try:
             message = ray.get(reference)
         except ray.exceptions.RayTaskError as error:
-            worker.job, worker.pending = None, {}
             doing = "encode a segment" if worker.ready else "start"
+            if worker.ready:  # it goes on; one that couldn't start says so again
+                worker.job, worker.pending = None, {}
             raise WorkerError(f"A worker couldn't {doing}: {_reason(error.cause)}.") from error
         except ray.exceptions.RayError as error:
             self._bury(worker, work, error)
@@ -418,7 +419,7 @@ def _connect(address: str) -> bool:
     own = {"include_dashboard": False} if address == "local" else {}
     try:
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, **own)
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError, ImportError) as error:
+    except (OSError, RuntimeError, ValueError, ImportError, ray.exceptions.RayError) as error:
         raise _no_cluster(address, error) from error
     return True
 
