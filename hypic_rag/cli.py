@@ -144,17 +144,19 @@ def ingest(
     """Ingest documents: read, chunk, encode and embed what's new or has changed."""
     import os
     import tempfile
+    from contextlib import ExitStack
 
     settings = Settings.load(config)
     for path in paths:
         # Before a store is made for nothing.
         if not os.path.lexists(path):
             raise ConfigError(f"{path}: No such file or directory; check the path.")
-    if ray is not None:
-        from hypic_rag.ingest.ray_pool import check_address
+    with ExitStack() as stack:
+        if ray is not None and not dry_run:
+            from hypic_rag.ingest.ray_pool import connected
 
-        check_address(ray)
-    with tempfile.TemporaryDirectory() as scratch:
+            ray = stack.enter_context(connected(ray))
+        scratch = stack.enter_context(tempfile.TemporaryDirectory())
         # Nothing may be written, so a store that doesn't exist yet is made elsewhere.
         folder = store if not dry_run or _holds_store(store) else Path(scratch) / "store"
         with _open(

@@ -13,7 +13,7 @@ import pickle
 import socket
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,7 +39,7 @@ from hypic_rag.ingest.pool import (
 from hypic_rag.segments import Segment
 from hypic_rag.states import SegmentState
 
-__all__ = ["RayPool", "check_address"]
+__all__ = ["RayPool", "connected"]
 
 _CONNECT_S = 5.0
 """How long a machine may take to answer at all."""
@@ -82,7 +82,6 @@ class RayPool(WorkerPool):
     ) -> None:
         check_pool(model, workers or 1, threads)
         super().__init__(model)
-        check_address(address)
         self._conditioning = tuple(conditioning)
         self._threads = threads
         self._start_s = start_s
@@ -369,12 +368,57 @@ def put_together(parts: _Parts) -> HybridModel:
 # -- the cluster -------------------------------------------------------------------------------
 
 
-def check_address(address: str) -> None:
-    """See to it that Ray is installed and that something listens at a cluster's address.
+@contextmanager
+def connected(address: str) -> Iterator[str]:
+    """Connect this process to a cluster for a while, unless it's connected to it already.
+
+    Args:
+        address: as for :class:`RayPool`.
+
+    Returns:
+        The address under which pools in this process find it.
 
     Raises:
-        ConfigError: neither.
+        ConfigError: Ray isn't installed, there's no cluster at the address, or the process is
+            connected to another one.
     """
+    owned = _connect(address)
+    try:
+        yield "auto"
+    finally:
+        if owned:
+            import ray
+
+            ray.shutdown()
+
+
+def _connect(address: str) -> bool:
+    """Connect to a cluster; whether it's done just now."""
+    import logging
+
+    _check_address(address)
+    import ray
+
+    if ray.is_initialized():
+        here = ray.get_runtime_context().gcs_address
+        if address not in ("auto", "local") and not _same(address, here):
+            raise ConfigError(
+                f"This process is connected to the Ray cluster at {here!r} already, not to "
+                f"{address!r}: disconnect with ray.shutdown(), or use 'auto'."
+            )
+        return False
+    # Ray reports its use to its makers unless told not to.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    own = {"include_dashboard": False} if address == "local" else {}
+    try:
+        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, **own)
+    except (OSError, RuntimeError, ValueError, ImportError, ray.exceptions.RayError) as error:
+        raise _no_cluster(address, error) from error
+    return True
+
+
+def _check_address(address: str) -> None:
+    """See to it that Ray is installed and that something listens at a cluster's address."""
     try:
         import ray  # noqa: F401
     except ImportError:
@@ -389,39 +433,19 @@ def check_address(address: str) -> None:
             "The address of a Ray cluster is auto, local, HOST:PORT or ray://HOST:PORT, not "
             f"{address!r}."
         )
-    # Ray itself tries for minutes, and may end the process.
+    # Ray itself tries for minutes.
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
     except OSError as error:
         raise _no_cluster(address, error) from None
 
 
-def _connect(address: str) -> bool:
-    """Connect to a cluster unless this process is connected; whether it was done.
-
-    Raises:
-        ConfigError: there's no cluster at the address, or the process is connected to another one.
-    """
-    import logging
-
-    import ray
-
-    if ray.is_initialized():
-        here = ray.get_runtime_context().gcs_address
-        if address not in ("auto", "local", here):
-            raise ConfigError(
-                f"This process is connected to the Ray cluster at {here!r} already, not to "
-                f"{address!r}: disconnect with ray.shutdown(), or use 'auto'."
-            )
-        return False
-    # Ray reports its use to its makers unless told not to.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    own = {"include_dashboard": False} if address == "local" else {}
-    try:
-        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, **own)
-    except (OSError, RuntimeError, ValueError, ImportError, ray.exceptions.RayError) as error:
-        raise _no_cluster(address, error) from error
-    return True
+def _same(address: str, here: str) -> bool:
+    """Whether an address is that of the cluster that Ray calls ``here``, or its loopback name."""
+    host, _, port = address.rpartition(":")
+    return address == here or (
+        host in ("localhost", "127.0.0.1", "[::1]") and port == here.rpartition(":")[2]
+    )
 
 
 def _send(model: HybridModel) -> Any:
@@ -445,8 +469,8 @@ def _send(model: HybridModel) -> Any:
 
 def _no_cluster(address: str, error: Exception) -> ConfigError:
     return ConfigError(
-        f"There's no Ray cluster at {address!r} ({_reason(error)}): start one with 'ray start "
-        "--head', or give the address of one that runs, or 'local'."
+        f"There's no Ray cluster at {address!r} ({_reason(error).partition('. ')[0]}): start one "
+        "with 'ray start --head', or give the address of one that runs, or 'local'."
     )
 
 

@@ -25,7 +25,7 @@ from hypic_rag.engine.encode import encode_segments
 from hypic_rag.engine.oracle import recompute
 from hypic_rag.errors import ConfigError, HypicError, WorkerError
 from hypic_rag.ingest import ray_pool
-from hypic_rag.ingest.ray_pool import RayPool, check_address, put_together, take_apart
+from hypic_rag.ingest.ray_pool import RayPool, put_together, take_apart
 from hypic_rag.segments import Segment
 from hypic_rag.states import SegmentState
 
@@ -189,7 +189,7 @@ def test_no_free_cpu(ray: Any, pool: RayPool) -> None:
 @pytest.mark.parametrize(
     ("address", "workers", "message"),
     [
-        ("auto", 4, "has 3 CPUs, which is too few for 4 workers"),
+        ("local", 4, "has 3 CPUs, which is too few for 4 workers"),
         ("auto", -1, "A pool needs workers"),
     ],
 )
@@ -199,6 +199,10 @@ def test_too_much_is_asked_of_a_cluster(ray: Any, address: str, workers: int, me
 
 
 def test_another_cluster_than_the_one_connected_to(ray: Any, listener: str) -> None:
+    here = ray.get_runtime_context().gcs_address
+    for same in (here, f"127.0.0.1:{here.rpartition(':')[2]}"):
+        RayPool(tiny_model("qwen3_5"), same, 1).close()
+    assert ray.is_initialized()
     with pytest.raises(ConfigError, match="connected to the Ray cluster at"):
         RayPool(tiny_model("qwen3_5"), listener, 1)
 
@@ -234,7 +238,7 @@ def test_without_ray(documents: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "ray", None)
     assert "hypic-rag[ray]" in str(refused(documents, tmp_path / "kb", "auto"))
     with pytest.raises(ConfigError, match="hypic-rag"):
-        check_address("auto")
+        RayPool(tiny_model("qwen3_5"), "auto")
 
 
 def test_a_model_in_parts_is_the_same_model() -> None:
