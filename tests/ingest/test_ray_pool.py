@@ -110,10 +110,12 @@ def test_stopping_early_leaves_a_usable_pool(pool: RayPool) -> None:
 
 
 def test_a_failure_is_told_and_the_pool_goes_on(pool: RayPool) -> None:
+    before = pool.pids
     # Token ids beyond the vocabulary make the embedding fail.
     with pytest.raises(WorkerError, match=r"couldn't encode a segment: IndexError"):
         list(pool.encode([Segment((1 << 40,) * 30)], SEAM))
     assert next(pool.encode(segments_of(40), SEAM)).state is not None
+    assert pool.pids == before
 
 
 def test_ingesting_through_the_command(
