@@ -470,7 +470,8 @@ def _send(model: HybridModel) -> Any:
 def _no_cluster(address: str, error: Exception) -> ConfigError:
     return ConfigError(
         f"There's no Ray cluster at {address!r} ({_reason(error).partition('. ')[0]}): start one "
-        "with 'ray start --head', or give the address of one that runs, or 'local'."
+        "with 'ray start --head', or give the address of one that runs, or 'local'; one that wants "
+        "a token, at an address other than 'auto', needs RAY_AUTH_MODE=token here too."
     )
 
 
