@@ -181,7 +181,9 @@ class SegmentCache:
         assembly = self._engine.assemble([ready], mode)[0]
         self.keep(ready, assembly)
         taken = (s.interior for s in fresh if isinstance(s, PendingState) and s in made)
-        return replace(assembly, encoded=assembly.encoded + sum(end - start for start, end in taken))
+        return replace(
+            assembly, encoded=assembly.encoded + sum(end - start for start, end in taken)
+        )
 
     def _by_pool(self, states: Sequence[RequestState]) -> dict[PendingState, SegmentState]:
         """Those of the pending ``states`` that the pool encodes, each stored when it arrives."""
