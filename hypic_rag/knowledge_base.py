@@ -661,9 +661,12 @@ class _Work:
     def request(self, parts: _Parts) -> _Asked:
         """What the pass runs; what's missing in front of it is made."""
         base, before = parts.base.get()
-        states = self.kb.segment_cache().refresh(parts.states)
+        cache = self.kb.segment_cache()
+        fresh = cache.refresh(parts.states)
+        self._explain(fresh)
+        states, encoded = cache.encode_by_pool(fresh)
         request = Request(parts.segments, states, parts.question, base, parts.lead)
-        return _Asked(request, before)
+        return _Asked(request, before + encoded)
 
     def recompute(self, parts: _Parts, clock: _Clock, decode: Decode | None) -> AnswerStream:
         """The answer's stream behind a full recompute."""
@@ -675,7 +678,6 @@ class _Work:
     ) -> AnswerStream:
         """The answer's stream behind the pass, whose new states are stored."""
         self.kb.segment_cache().keep(asked.request, assembly)
-        self._explain(asked.request.states)
         if self.kb.probe is not None:
             self.kb.probe.offer(assembly.context)
         computed = asked.computed + assembly.computed

@@ -170,24 +170,29 @@ class SegmentCache:
         return tuple(found)
 
     def assemble(self, request: Request, mode: Mode) -> Assembly:
-        """:meth:`refresh`, the pass, and :meth:`keep`.
-
-        What the cache's pool takes of the pending states is encoded by it, before the pass.
-        """
-        fresh = self.refresh(request.states)
-        made = self._by_pool(fresh)
-        states = tuple(made.get(s, s) if isinstance(s, PendingState) else s for s in fresh)
+        """:meth:`refresh`, :meth:`encode_by_pool`, the pass, and :meth:`keep`."""
+        states, encoded = self.encode_by_pool(self.refresh(request.states))
         ready = replace(request, states=states)
         assembly = self._engine.assemble([ready], mode)[0]
         self.keep(ready, assembly)
-        taken = (s.interior for s in fresh if isinstance(s, PendingState) and s in made)
-        return replace(
-            assembly, encoded=assembly.encoded + sum(end - start for start, end in taken)
-        )
+        return replace(assembly, encoded=assembly.encoded + encoded)
 
-    def _by_pool(self, states: Sequence[RequestState]) -> dict[PendingState, SegmentState]:
-        """Those of the pending ``states`` that the pool encodes, each stored when it arrives."""
-        pending = list(dict.fromkeys(s for s in states if isinstance(s, PendingState)))
+    def encode_by_pool(
+        self, states: Sequence[RequestState]
+    ) -> tuple[tuple[RequestState, ...], int]:
+        """A request's states, with those that the cache's pool takes of the pending ones encoded.
+
+        Each is stored as soon as it arrives. What stays pending is left to the request's pass.
+
+        Returns:
+            The states, and how many tokens of their interiors were encoded.
+        """
+        made = self._by_pool(list(dict.fromkeys(s for s in states if isinstance(s, PendingState))))
+        taken = [s.interior for s in states if isinstance(s, PendingState) and s in made]
+        ready = tuple(made.get(s, s) if isinstance(s, PendingState) else s for s in states)
+        return ready, sum(end - start for start, end in taken)
+
+    def _by_pool(self, pending: Sequence[PendingState]) -> dict[PendingState, SegmentState]:
         made: dict[PendingState, SegmentState] = {}
         if self._pool is None or not pending:
             return made
