@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -36,6 +37,7 @@ __all__ = ["Encoded", "EncoderPool"]
 class _Worker:
     process: Any
     connection: Connection
+    handover: threading.Thread
     job: Job | None = None
     ready: bool = False
 
@@ -86,13 +88,17 @@ class EncoderPool(WorkerPool):
     def close(self) -> None:
         """Stop the workers and remove what they left."""
         for worker in self._workers:
-            with suppress(OSError):
-                worker.connection.send(None)
+            if worker.ready:
+                with suppress(OSError):
+                    worker.connection.send(None)
+            else:
+                worker.process.kill()
         for worker in self._workers:
             worker.process.join(timeout=0.5 if worker.job is None else 0)
             if worker.process.is_alive():
                 worker.process.terminate()
                 worker.process.join()
+            worker.handover.join()
             worker.connection.close()
         self._workers = []
         shutil.rmtree(self._spool, ignore_errors=True)
@@ -154,11 +160,15 @@ class EncoderPool(WorkerPool):
         if worker.job is not None:
             work.put_back(worker.job)
         elif not worker.ready:
-            self._failed_to_start("is there enough memory?")
+            self._failed_to_start(
+                "is there enough memory? And a script must start workers under "
+                "if __name__ == '__main__': only"
+            )
 
     def _replace(self, worker: _Worker) -> None:
         worker.process.kill()
         worker.process.join()
+        worker.handover.join()
         worker.connection.close()
         self._workers[self._workers.index(worker)] = self._start()
 
@@ -166,26 +176,34 @@ class EncoderPool(WorkerPool):
         ours, theirs = self._context.Pipe()
         process = self._context.Process(
             target=_work,
-            args=(self._model, self._conditioning, self._threads, theirs, str(self._spool)),
+            args=(theirs, str(self._spool)),
             name="hypic-encoder",
             daemon=True,
         )
         process.start()
         theirs.close()
-        return _Worker(process, ours)
+        # As an argument of the process, what doesn't fit a pipe would keep us waiting for ever for
+        # one that dies before it reads; and workers shall read side by side.
+        given = (self._model, self._conditioning, self._threads)
+        handover = threading.Thread(target=_hand_over, args=(ours, given), daemon=True)
+        handover.start()
+        return _Worker(process, ours, handover)
 
 
-def _work(
-    model: HybridModel,
-    conditioning: tuple[int, ...],
-    threads: int,
-    connection: Connection,
-    spool: str,
-) -> None:
+def _hand_over(connection: Connection, given: object) -> None:
+    with suppress(OSError):  # a dead worker's sentinel tells
+        connection.send(given)
+
+
+def _work(connection: Connection, spool: str) -> None:
     """A worker's life: jobs come, states go, until None comes or the other end is gone."""
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+    try:
+        model, conditioning, threads = connection.recv()
+    except (EOFError, OSError):
+        return
     quiet_library()
     torch.set_num_threads(threads)
     prefix = Engine(model).prefill(conditioning) if conditioning else None

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -158,6 +161,25 @@ def test_a_job_is_given_up_when_several_died_over_it() -> None:
         assert [task.index for task in job.tasks] == [1, 2]
     with pytest.raises(WorkerError, match="3 workers died over a job with 20 tokens"):
         work.put_back(job)
+
+
+def test_a_script_without_a_guard_is_told(tmp_path: Path) -> None:
+    """Each worker runs the script again and fails; the script mustn't wait for them for ever."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from hypic_rag import Seam, load_model\n"
+        "from hypic_rag.ingest.workers import EncoderPool\n"
+        "from hypic_rag.segments import Segment\n"
+        "with EncoderPool(load_model('small', check=False), 1) as pool:\n"
+        "    list(pool.encode([Segment(tuple(range(9, 60)))], Seam()))\n",
+        "utf-8",
+    )
+    ended = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 1
+    last = ended.stderr.strip().splitlines()[-1]
+    assert "3 workers died" in last and "__name__ == '__main__'" in last
 
 
 def test_a_closed_pool_says_so() -> None:
