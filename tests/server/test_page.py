@@ -158,6 +158,7 @@ def test_an_answer_goes_on_when_the_page_is_completed_meanwhile(
     served: Served, open_page: Callable[..., Page]
 ) -> None:
     page = open_page(served)
+    expect(page.get_by_role("heading", name="Ask about 3 documents")).to_be_visible()
     held: list[Route] = []
     page.route("**/v1/documents", lambda route: held.append(route))
     page.reload()
@@ -177,8 +178,10 @@ def test_a_question_that_comes_too_early_is_asked_in_time(
     served: Served, open_page: Callable[..., Page]
 ) -> None:
     page = open_page(served)
+    expect(page.get_by_role("heading", name="Ask about 3 documents")).to_be_visible()
     held: list[Route] = []
     page.route("**/v1/info", lambda route: held.append(route))
+    page.route("**/v1/documents", lambda route: None)  # it isn't needed for asking
     page.reload()
     ask(page, QUESTION)
     expect(page.get_by_text("Connecting…")).to_be_visible()

@@ -50,13 +50,13 @@ async function start() {
   state.problem = "";
   $("model").textContent = state.info.model;
   documents.configure(state.info);
+  if (state.submitted) submit();
   try {
     await documents.refresh();
   } catch (error) {
     state.problem = error.message;
   }
   show();
-  if (state.submitted) submit();
 }
 
 function askForKey() {
