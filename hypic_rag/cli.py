@@ -263,10 +263,13 @@ def ask(
         _print_facts(stream.answer)
 
 
+_CHAT_HELP = "Ask something. /sources shows the last passages, /reset starts over, /quit ends."
+
+
 @app.command()
 @_takes_asking
 def chat(asking: _Asking) -> None:
-    """Talk to a store in the terminal. /sources, /reset and /quit are commands."""
+    """Talk to a store in the terminal. /sources, /reset, /help and /quit are commands."""
     with asking.open() as (kb, top_k, options):
         session = kb.chat(
             top_k=top_k,
@@ -274,7 +277,7 @@ def chat(asking: _Asking) -> None:
             sampling=options.sampling,
             repair_tokens=options.repair_tokens,
         )
-        _note("Ask something. /sources shows the last passages, /reset starts over, /quit ends.")
+        _note(_CHAT_HELP)
         last: Answer | None = None
         while (line := _read_line()) is not None:
             if line == "/quit":
@@ -284,6 +287,8 @@ def chat(asking: _Asking) -> None:
                 last = None
             elif line == "/sources":
                 _print_sources(last)
+            elif line.startswith("/"):
+                _note(_CHAT_HELP if line == "/help" else f"Unknown command {line}. {_CHAT_HELP}")
             elif line:
                 try:
                     stream = session.stream(line)

@@ -176,10 +176,13 @@ def test_ask_as_text(run: Runner, store: Path) -> None:
 
 
 def test_chat(run: Runner, store: Path) -> None:
-    lines = f"/sources\n{QUESTION}\n/sources\n/reset\nWhat does a rope cost?\n/quit\n"
+    lines = (
+        f"/help\n/forget\n/sources\n{QUESTION}\n/sources\n/reset\nWhat does a rope cost?\n/quit\n"
+    )
     result = run("chat", "--store", store, "--max-tokens", 4, stdin=lines)
     assert result.code == 0
     assert "Nothing was asked yet" in result.err
+    assert "Unknown command /forget. Ask something." in result.err
     assert "[1] docs/ferry.md, chunk 0" in result.out
     assert result.err.count("first token after") == 2
 
