@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hypic_rag.errors import ConfigError
+
 __all__ = [
     "Context",
     "LazyContext",
     "attention_kv",
     "forward",
+    "forward_rows",
     "linear_state",
     "new_cache",
     "set_attention_kv",
@@ -146,7 +149,34 @@ def forward(
     """
     device = model.get_input_embeddings().weight.device
     ids = torch.as_tensor(token_ids, dtype=torch.long, device=device).view(1, -1)
-    positions = torch.arange(start, start + ids.shape[1], device=device).unsqueeze(0)
+    return _run(model, ids, start, cache, keep=0 if all_logits else 1)[0]
+
+
+def forward_rows(model: Any, rows: Sequence[Sequence[int]], context: Context) -> list[Tensor]:
+    """The library's own forward of several continuations of one context, side by side.
+
+    Returns:
+        Per row the logits ``[n, vocab]`` of all its tokens. The context isn't changed.
+
+    Raises:
+        ConfigError: there are no rows, or one has no tokens.
+    """
+    if not rows or not all(rows):
+        raise ConfigError("Every continuation needs at least one token, and there must be one.")
+    device = model.get_input_embeddings().weight.device
+    # Rows are filled up behind their end, which no token of theirs looks at.
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long, device=device)
+    for place, row in enumerate(rows):
+        ids[place, : len(row)] = torch.as_tensor(row, dtype=torch.long, device=device)
+    cache = copy.deepcopy(context.cache)
+    cache.reorder_cache(torch.zeros(len(rows), dtype=torch.long, device=device))
+    logits = _run(model, ids, context.length, cache, keep=0)
+    return [logits[place, : len(row)] for place, row in enumerate(rows)]
+
+
+def _run(model: Any, ids: Tensor, start: int, cache: Any, keep: int) -> Tensor:
+    """Logits ``[B, n, vocab]`` of ids ``[B, n]``: all of them (0) or the last ``keep``."""
+    positions = torch.arange(start, start + ids.shape[1], device=ids.device).expand(ids.shape)
     # The argument was called past_key_values before transformers called it cache.
     names = inspect.signature(model.forward).parameters
     argument = "cache" if "cache" in names else "past_key_values"
@@ -155,8 +185,8 @@ def forward(
             input_ids=ids,
             position_ids=positions,
             use_cache=True,
-            logits_to_keep=0 if all_logits else 1,
+            logits_to_keep=keep,
             **{argument: cache},
         )
-    logits: Tensor = output.logits[0]
+    logits: Tensor = output.logits
     return logits

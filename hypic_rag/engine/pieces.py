@@ -7,7 +7,7 @@ widths are cuts, and a request may recompute any piece while the others stay cac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from hypic_rag.config import Seam
 from hypic_rag.engine.context import Context
 from hypic_rag.engine.layout import build_layout
-from hypic_rag.engine.packed import run_packed
+from hypic_rag.engine.packed import Wanted, run_packed
 from hypic_rag.engine.plan import Computed, Part, RequestPlan
 from hypic_rag.errors import ConfigError
 from hypic_rag.families.model import HybridModel
@@ -26,9 +26,9 @@ from hypic_rag.states import AttentionState, LayerState, LinearState, SegmentSta
 __all__ = ["encode_pieces", "join_pieces", "seam_cuts", "state_from_pieces"]
 
 
-def seam_cuts(length: int, widths: Sequence[int]) -> tuple[int, ...]:
-    """Cuts of a segment of ``length`` tokens that allow heads and tails of all ``widths``."""
-    places = {place for width in widths for place in (width, length - width)}
+def seam_cuts(length: int, seams: Iterable[Seam]) -> tuple[int, ...]:
+    """Cuts of a segment of ``length`` tokens where the interiors of ``seams`` start and end."""
+    places = {place for seam in seams for place in seam.interior(length)}
     return tuple(sorted(place for place in places if 0 < place < length))
 
 
@@ -73,7 +73,11 @@ def encode_pieces(
             ids = segments[index].token_ids[start:end]
             plans.append(RequestPlan(at, (Computed(Part.INTERIOR, at, ids, 0, capture=True),)))
         layout = build_layout(plans, model.kernel, model.device)
-        result = run_packed(model, layout, [contexts[index] for index in active], [])
+        # The caches are what later pieces are encoded behind.
+        ends = all(len(bounds[index]) == level + 2 for index in active)
+        wanted = Wanted.NONE if ends else Wanted.LAST
+        behind = [contexts[index] for index in active]
+        result = run_packed(model, layout, behind, [], wanted=wanted)
         for place, index in enumerate(active):
             plan = plans[place]
             piece = plan.pieces[0]
@@ -81,6 +85,8 @@ def encode_pieces(
             states[index].append(
                 SegmentState(piece.length, Seam(0, 0), plan.base, result.captured[place])
             )
+            if ends:
+                continue
             before = contexts[index]
             ids = (before.token_ids if before else ()) + piece.token_ids
             contexts[index] = Context(ids, result.caches[place], result.logits[place])

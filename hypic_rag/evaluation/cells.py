@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -40,6 +40,8 @@ CONDITIONINGS = {
     "document": "a generic text in place of the system prompt",
     "other+2": "the other prompt and two generic segments",
     "other+6": "the other prompt and six generic segments",
+    "previous": "the other prompt and the text in front of the segment in its document",
+    "previous3": "the other prompt and the three texts in front of it in its document",
 }
 """What segments are encoded behind, by name."""
 
@@ -106,6 +108,13 @@ class Outcome:
     length: int
 
 
+NEIGHBOURS = {"previous": 1, "previous3": 3}
+"""Conditionings under which every segment has a prefix of its own, and how many texts that holds.
+
+No store encodes like that: its states would depend on where in a document a text stands.
+"""
+
+
 class Conditioner:
     """Prefixes that segments are encoded behind."""
 
@@ -114,8 +123,19 @@ class Conditioner:
         self._maker = maker
         self._held: dict[str, Context | None] = {}
 
+    def behind(self, name: str, trial: Trial) -> list[Context | None]:
+        """Per segment of a trial the prefix that ``name`` puts in front of it."""
+        if name not in NEIGHBOURS:
+            return [self.of(name, trial)] * len(trial.segments)
+        prompt = self._maker.prompt
+        requests = []
+        for earlier in trial.earlier:
+            ids = [token for text in earlier[-NEIGHBOURS[name] :] for token in prompt.text(text)]
+            requests.append(Request((), (), tuple(ids), self.of("other", trial)))
+        return [assembly.context for assembly in assemble(self.model, requests)]
+
     def of(self, name: str, trial: Trial) -> Context | None:
-        """The prefix called ``name`` for a trial's segments."""
+        """The prefix called ``name`` where all of a trial's segments share one."""
         if name == "served":
             return trial.base
         if name not in self._held:
@@ -151,22 +171,36 @@ def generic_texts(count: int) -> list[str]:
 
 
 class Encodings:
-    """States of the trials' segments for every seam, from one encoding in pieces."""
+    """States of the trials' segments for several seams, from one encoding in pieces.
+
+    Args:
+        model: the model.
+        trials: whose segments are encoded.
+        bases: per trial the prefixes of its segments.
+        seams: the seams that states will be asked for.
+    """
 
     def __init__(
-        self, model: HybridModel, trials: Sequence[Trial], bases: Sequence[Context | None],
-        widths: Sequence[int],
+        self, model: HybridModel, trials: Sequence[Trial],
+        bases: Sequence[Sequence[Context | None]], seams: Iterable[Seam],
     ) -> None:  # fmt: skip
         self._model = model
+        chosen = set(seams)
         segments = [segment for trial in trials for segment in trial.segments]
-        behind = [base for trial, base in zip(trials, bases, strict=True) for _ in trial.segments]
+        behind = [base for of_trial in bases for base in of_trial]
         self._lengths = [len(segment) for segment in segments]
-        self._cuts = [seam_cuts(length, widths) for length in self._lengths]
+        self._cuts = [seam_cuts(length, chosen) for length in self._lengths]
         self._pieces = encode_pieces(model, segments, self._cuts, behind)
         self._counts = [len(trial.segments) for trial in trials]
+        self._joined: dict[Seam, list[tuple[SegmentState | None, ...]]] = {}
 
     def states(self, seam: Seam) -> list[tuple[SegmentState | None, ...]]:
         """Per trial the states of its segments."""
+        if seam not in self._joined:
+            self._joined[seam] = self._join(seam)
+        return self._joined[seam]
+
+    def _join(self, seam: Seam) -> list[tuple[SegmentState | None, ...]]:
         flat = [
             state_from_pieces(pieces, cuts, length, seam, self._model.kernel)
             for pieces, cuts, length in zip(self._pieces, self._cuts, self._lengths, strict=True)
@@ -246,7 +280,7 @@ def score_requests(
         mine = []
         for asked, reference in zip(trial.asked, trial.references, strict=True):
             logits = predictions(len(reference.continuation))
-            compared = compare(reference.context.logits, reference.continuation, logits)
+            compared = compare(reference.logits, reference.continuation, logits)
             exact = compared.all_agree
             if asked.expected != reference.continuation:
                 chosen = predictions(len(asked.expected)).argmax(-1).tolist()
@@ -262,7 +296,11 @@ def reference_outcomes(trial: Trial) -> list[Outcome]:
     """Full recompute as a cell of its own."""
     return [
         Outcome(
-            asked.category, exact, 0.0, len(reference.continuation), len(reference.continuation)
+            asked.category,
+            reference.exact,
+            0.0,
+            len(reference.continuation),
+            len(reference.continuation),
         )
-        for asked, reference, exact in zip(trial.asked, trial.references, trial.exact, strict=True)
+        for asked, reference in zip(trial.asked, trial.references, strict=True)
     ]

@@ -28,17 +28,31 @@ from hypic_rag.engine.engine import load_model
 from hypic_rag.engine.pieces import encode_pieces, join_pieces
 from hypic_rag.engine.repair import choose_repairs, choose_segments
 from hypic_rag.errors import ConfigError
-from hypic_rag.evaluation.ablation import summarize
-from hypic_rag.evaluation.cells import Conditioner, Outcome, run_cell, score_requests
+from hypic_rag.evaluation import facts
+from hypic_rag.evaluation.cells import (
+    Conditioner,
+    Encodings,
+    Outcome,
+    run_cell,
+    score_requests,
+)
 from hypic_rag.evaluation.fidelity import position_deviation
-from hypic_rag.evaluation.runs import Found, parse_shard, read_records, run_missing
+from hypic_rag.evaluation.runs import (
+    Found,
+    parse_categories,
+    parse_seeds,
+    parse_shard,
+    read_records,
+    run_missing,
+)
+from hypic_rag.evaluation.summary import summarize
 from hypic_rag.evaluation.trials import Asked, Trial, TrialMaker, rank_segments, word_scores
 from hypic_rag.families.base import AttentionInputs, LinearSpec
 from hypic_rag.families.model import HybridModel
 from hypic_rag.ingest.sentences import sentence_spans
 from hypic_rag.ops.rope import rotate
 from hypic_rag.segments import Segment
-from hypic_rag.states import AttentionState, SegmentState
+from hypic_rag.states import AttentionState, LayerState, LinearState, SegmentState
 
 __all__ = ["IDEAS", "sentence_cuts"]
 
@@ -294,10 +308,11 @@ def deviation_scores(bench: Bench) -> dict[tuple[int, str], list[float]]:
     scores: dict[tuple[int, str], list[float]] = {}
     for place, trial in enumerate(bench.trials):
         lengths = [len(piece.segment) for piece in bench.pieces[place]]
-        for asked, reference in zip(trial.asked, trial.references, strict=True):
+        for asked in trial.asked:
             request = bench.request(place, asked.question, set())
             context = assemble(bench.maker.model, [request])[0].context
-            off = position_deviation(bench.maker.model, context, reference.context)
+            whole = bench.maker.context_of(request.token_ids)
+            off = position_deviation(bench.maker.model, context, whole)
             scores[place, asked.category] = [
                 float(off[start : start + size].mean())
                 for start, size in zip(bench.starts(place), lengths, strict=True)
@@ -309,38 +324,66 @@ def reordered(best_first: bool, conditioning: str) -> Idea:
     """Put the best-ranked segment first or last; compared with full recompute of that order."""
 
     def run(bench: Bench) -> list[list[Outcome]]:
-        outcomes = []
-        for trial in bench.trials:
-            mine = []
+        model = bench.maker.model
+        bases = [bench.conditioner.behind(conditioning, trial) for trial in bench.trials]
+        states = Encodings(model, bench.trials, bases, [Seam()]).states(Seam())
+        moved, held = [], []
+        for trial, mine in zip(bench.trials, states, strict=True):
             for asked in trial.asked:
                 best = rank_segments(asked.text, trial.segments)[0]
-                others = [s for i, s in enumerate(trial.segments) if i != best]
-                chosen = [trial.segments[best]]
-                order = (*chosen, *others) if best_first else (*others, *chosen)
-                moved = replace(trial, segments=tuple(order), asked=(asked,), references=())
-                moved = bench.maker.with_references(moved)
-                base = bench.conditioner.of(conditioning, moved)
-                cuts = [(HEAD,) if len(s) > HEAD else () for s in order]
-                pieces = encode_pieces(bench.maker.model, order, cuts, [base] * len(order))
-                states = tuple(
-                    SegmentState(len(s), Seam(), held[-1].offset - HEAD, held[-1].layers)
-                    if len(s) > HEAD
-                    else None
-                    for s, held in zip(order, pieces, strict=True)
-                )
-                mine += run_cell(bench.maker.model, [moved], [states], Mode.SEAM)[0]
-            outcomes.append(mine)
-        return outcomes
+                others = [index for index in range(len(mine)) if index != best]
+                order = [best, *others] if best_first else [*others, best]
+                segments = tuple(trial.segments[index] for index in order)
+                one = replace(trial, segments=segments, asked=(asked,), references=(), earlier=())
+                moved.append(bench.maker.with_references(one))
+                held.append(tuple(mine[index] for index in order))
+        outcomes = iter(run_cell(model, moved, held, Mode.SEAM))
+        return [[next(outcomes)[0] for _ in trial.asked] for trial in bench.trials]
 
     return run
 
 
-def oracle(keys_and_values: bool) -> Idea:
-    """Replace half of the states by true ones: which half is it that matters?
+Exchange = Callable[[int, LayerState, LayerState], LayerState]
+"""What to use of a layer, given how many full-attention layers come before it, its true state and
+its cached one."""
 
-    Either the keys and values are those of the true context and the linear states are cached, or
-    the other way round.
+
+def true_attention(
+    layer: int | None = None, first: int | None = None, keys: bool = True, values: bool = True
+) -> Exchange:
+    """True keys and values in place of cached ones.
+
+    Args:
+        layer: only in this full-attention layer, counted from 0.
+        first: only of this many of the cached interior's first tokens.
+        keys: exchange keys.
+        values: exchange values.
     """
+
+    def exchange(number: int, true: LayerState, held: LayerState) -> LayerState:
+        if not isinstance(true, AttentionState) or not isinstance(held, AttentionState):
+            return held
+        if layer not in (None, number):
+            return held
+        count = held.keys.shape[1] if first is None else first
+
+        def mixed(exact: Tensor, cached: Tensor, chosen: bool) -> Tensor:
+            return torch.cat([exact[:, :count], cached[:, count:]], dim=1) if chosen else cached
+
+        return AttentionState(
+            mixed(true.keys, held.keys, keys), mixed(true.values, held.values, values)
+        )
+
+    return exchange
+
+
+def true_linear(number: int, true: LayerState, held: LayerState) -> LayerState:
+    """True states of the linear layers in place of cached ones."""
+    return true if isinstance(true, LinearState) else held
+
+
+def oracle(exchange: Exchange) -> Idea:
+    """Replace some of the cached states by true ones: which is it that matters?"""
 
     def run(bench: Bench) -> list[list[Outcome]]:
         model = bench.maker.model
@@ -360,11 +403,12 @@ def oracle(keys_and_values: bool) -> Idea:
                     if piece.number == number and piece.state is not None
                 ]
                 whole = join_pieces(cached, model.kernel)
-                layers = tuple(
-                    exact if isinstance(exact, AttentionState) == keys_and_values else held
-                    for exact, held in zip(true[2 * number + 1].layers, whole.layers, strict=True)
-                )
-                mine.append(SegmentState(len(segment), Seam(), whole.offset - HEAD, layers))
+                layers: list[LayerState] = []
+                attention = 0
+                for exact, held in zip(true[2 * number + 1].layers, whole.layers, strict=True):
+                    layers.append(exchange(attention, exact, held))
+                    attention += isinstance(held, AttentionState)
+                mine.append(SegmentState(len(segment), Seam(), whole.offset - HEAD, tuple(layers)))
             states.append(tuple(mine))
         return run_cell(model, bench.trials, states, Mode.SEAM)
 
@@ -373,8 +417,20 @@ def oracle(keys_and_values: bool) -> Idea:
 
 IDEAS: dict[str, Idea] = {
     "nothing": lambda bench: bench.score(lambda place, asked: set()),
-    "true keys and values, cached states": oracle(True),
-    "cached keys and values, true states": oracle(False),
+    "true keys and values, cached states": oracle(true_attention()),
+    "cached keys and values, true states": oracle(true_linear),
+    "true keys, cached values and states": oracle(true_attention(values=False)),
+    "true values, cached keys and states": oracle(true_attention(keys=False)),
+    **{
+        f"true keys and values in full-attention layer {layer}": oracle(true_attention(layer - 1))
+        for layer in (1, 2)
+    },
+    **{
+        f"true keys and values of the first {count} cached tokens": oracle(
+            true_attention(first=count)
+        )
+        for count in (4, 12, 28)
+    },
     **{f"best {count} segments whole": whole_segments(count) for count in (1, 2, 4)},
     **{f"{budget} tokens of segments": segments_within(budget) for budget in BUDGETS},
     **{
@@ -407,9 +463,14 @@ def run(
     shard: tuple[int, int] = (0, 1),
     unit: int = 4,
     words: tuple[int, int] = (30, 110),
+    categories: Sequence[facts.Category] = facts.CATEGORIES,
+    seeds: Sequence[int] | None = None,
 ) -> None:
-    """Run what's missing of the ideas on contexts 0, 1, … and append it to this shard's file."""
-    maker = TrialMaker(model, words)
+    """Run what's missing of the ideas and append it to this shard's file.
+
+    Contexts are 0, 1, … up to ``contexts``, or ``seeds`` if they're given.
+    """
+    maker = TrialMaker(model, words, categories=categories)
     conditioner = Conditioner(maker)
 
     def measure(trials: list[Trial], wanted: list[str]) -> Found:
@@ -426,29 +487,31 @@ def run(
         contexts=contexts,
         shard=shard,
         unit=unit,
+        seeds=seeds,
     )
 
 
-def to_markdown(model: HybridModel, folder: Path, chunks: int = 8) -> str:
-    """The table of ideas, over all categories."""
+def to_markdown(model: HybridModel, folder: Path, chunks: int = 8, category: str = "all") -> str:
+    """The table of ideas, over all categories or one."""
     records = read_records(folder, model).values()
     rows = {
         row.cell: row
         for row in summarize(record for record in records if record.chunks == chunks)
-        if row.category == "all"
+        if row.category == category
     }
     lines = [
-        "| what is done | questions | exact match | first token agrees | continuation agrees "
-        "| KL |",
+        "| what is done | questions | exact match | against full | first token agrees | KL |",
         "|---|---|---|---|---|---|",
     ]
     for name in IDEAS:
         row = rows.get(_PREFIX + name)
         if row is None:
             continue
+        off = row.difference
         lines.append(
-            f"| {name} | {row.exact.count} | {row.exact} | {row.first.mean:.4f} "
-            f"| {row.whole.mean:.4f} | {row.kl.mean:.5f} [{row.kl.low:.5f}, {row.kl.high:.5f}] |"
+            f"| {name} | {row.exact.count} | {row.exact} "
+            f"| {off.mean:+.3f} [{off.low:+.3f}, {off.high:+.3f}] | {row.first} "
+            f"| {row.kl.mean:.5f} [{row.kl.low:.5f}, {row.kl.high:.5f}] |"
         )
     return "\n".join(lines)
 
@@ -463,12 +526,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--contexts", type=int, default=100)
     parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--ideas", help="some of the names, separated by semicolons")
+    parser.add_argument("--seeds", type=parse_seeds, help="contexts, such as 131,141; default: all")
+    parser.add_argument(
+        "--categories",
+        type=parse_categories,
+        default=facts.CATEGORIES,
+        help="of the questions, such as one_fact,no_answer; default: all",
+    )
     parser.add_argument("--shard", type=parse_shard, default=(0, 1), help="NUMBER/COUNT")
     parser.add_argument("--report", action="store_true", help="print the table instead")
     chosen = parser.parse_args(arguments)
     model = load_model(chosen.model)
     if chosen.report:
-        sys.stdout.write(to_markdown(model, chosen.out, chosen.chunks) + "\n")
+        category = chosen.categories[0] if len(chosen.categories) == 1 else "all"
+        sys.stdout.write(to_markdown(model, chosen.out, chosen.chunks, category) + "\n")
         return
     names = chosen.ideas.split(";") if chosen.ideas else None
     run(
@@ -478,6 +549,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chunks=chosen.chunks,
         names=names,
         shard=chosen.shard,
+        categories=chosen.categories,
+        seeds=chosen.seeds,
     )
 
 

@@ -97,6 +97,9 @@ def bootstrap(
     data = np.asarray(values, dtype=np.float64)
     if data.size == 0:
         return Interval(float("nan"), float("nan"), float("nan"), 0)
+    if data.min() == data.max():
+        value = float(data[0])
+        return Interval(value, value, value, int(data.size))
     generator = np.random.default_rng(seed)
     means = np.concatenate(
         [

@@ -24,9 +24,9 @@ import torch
 from hypic_rag.config import Mode, Seam
 from hypic_rag.engine.encode import encode_segments
 from hypic_rag.engine.engine import load_model
-from hypic_rag.evaluation.ablation import summarize
 from hypic_rag.evaluation.cells import Conditioner, Encodings, run_cell
 from hypic_rag.evaluation.runs import Found, parse_shard, read_records, run_missing
+from hypic_rag.evaluation.summary import summarize
 from hypic_rag.evaluation.trials import Trial, TrialMaker
 from hypic_rag.families.model import HybridModel, wrap
 from hypic_rag.segments import Segment
@@ -67,8 +67,8 @@ def run(
     conditioner = Conditioner(maker)
 
     def measure(trials: list[Trial], names: list[str]) -> Found:
-        bases = [conditioner.of("other", trial) for trial in trials]
-        states = Encodings(model, trials, bases, (Seam().head,)).states(Seam())
+        bases = [conditioner.behind("other", trial) for trial in trials]
+        states = Encodings(model, trials, bases, [Seam()]).states(Seam())
         for name in names:
             precision = VARIANTS[name.removeprefix(_PREFIX)]
             changed = [tuple(_through(state, precision) for state in held) for held in states]

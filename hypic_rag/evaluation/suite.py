@@ -3,6 +3,7 @@
 Generated tasks need nothing but a model; sets are read from a local file or, without one, from the
 hub::
 
+    python -m hypic_rag.evaluation.suite                              # all generated tasks
     python -m hypic_rag.evaluation.suite single_needle two_hop --segments 8 --tokens 128
     python -m hypic_rag.evaluation.suite hotpotqa --file hotpotqa.jsonl --model org/model
 
@@ -191,7 +192,7 @@ def to_markdown(scores: Sequence[Score]) -> str:
     lines += [
         f"| {s.task} | {s.mode} | {s.score.count} | {s.tokens:.0f} | {s.metric} | {s.score} "
         f"| {s.difference.mean:+.3f} [{s.difference.low:+.3f}, {s.difference.high:+.3f}] "
-        f"| {s.first.mean:.3f} | {s.kl.mean:.2g} |"
+        f"| {s.first} | {s.kl.mean:.2g} [{s.kl.low:.2g}, {s.kl.high:.2g}] |"
         for s in scores
     ]
     return "\n".join(lines)
@@ -202,8 +203,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("tasks", nargs="+", choices=(*TASKS, *DATASETS), metavar="TASK",
-                        help=", ".join((*TASKS, *DATASETS)))  # fmt: skip
+    parser.add_argument(
+        "tasks",
+        nargs="*",
+        metavar="TASK",
+        help=f"{', '.join((*TASKS, *DATASETS))}; default: those that are generated",
+    )
     parser.add_argument("--model", default="small", help="name or folder of the model")
     parser.add_argument("--items", type=int, default=100, help="of each task")
     parser.add_argument("--segments", type=int, default=8, help="of a generated item")
@@ -233,12 +238,17 @@ def _run(chosen: argparse.Namespace) -> list[Score]:
         [Mode.parse(name) for name in chosen.modes.split(",")],
         [Seam.parse(name) for name in chosen.seams.split(",")],
     )
-    if chosen.file and len(chosen.tasks) > 1:
+    tasks = chosen.tasks or list(TASKS)
+    unknown = [task for task in tasks if task not in TASKS and task not in DATASETS]
+    if unknown:
+        known = ", ".join((*TASKS, *DATASETS))
+        raise ConfigError(f"Unknown task {unknown[0]!r}: expected some of {known}.")
+    if chosen.file and len(tasks) > 1:
         raise ConfigError("One file holds one set: name one task with --file.")
     model = load_model(chosen.model)
     prompt = PromptFormat(model)
     scores = []
-    for task in chosen.tasks:
+    for task in tasks:
         limit = 32
         items: Iterable[Item]
         if task in TASKS:

@@ -7,20 +7,30 @@ once for all of them. Served system prompts are none that the small model was tr
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
-from hypic_rag.engine.context import Context, forward, new_cache
+from torch import Tensor
+
+from hypic_rag.engine.context import Context, forward, forward_rows, new_cache
 from hypic_rag.engine.generate import stop_tokens
 from hypic_rag.engine.prompt import PromptFormat
 from hypic_rag.errors import ConfigError
 from hypic_rag.evaluation import facts
-from hypic_rag.evaluation.fidelity import Reference, follow, greedy
+from hypic_rag.evaluation.fidelity import greedy
 from hypic_rag.families.model import HybridModel
 from hypic_rag.ingest.chunking import SEPARATOR
 from hypic_rag.segments import Segment
 
-__all__ = ["SERVED_PROMPTS", "Asked", "Trial", "TrialMaker", "common_start", "rank_segments"]
+__all__ = [
+    "SERVED_PROMPTS",
+    "Asked",
+    "Recomputed",
+    "Trial",
+    "TrialMaker",
+    "common_start",
+    "rank_segments",
+]
 
 SERVED_PROMPTS = (
     "Help the people who write to the town hall. Look only at the papers below.",
@@ -36,6 +46,9 @@ SERVED_PROMPTS = (
 )
 """Prompts made of sentences that occur in no training prompt of the small model."""
 
+EARLIER = 3
+"""Texts that are drawn to stand in front of each segment in its document."""
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -49,6 +62,21 @@ class Asked:
 
 
 @dataclass(frozen=True, eq=False)
+class Recomputed:
+    """What full recompute makes of one question.
+
+    Attributes:
+        logits: of the answer's first token, ``[vocab]``.
+        continuation: what greedy decoding goes on with, the stop token included if it came.
+        exact: whether that's exactly the expected answer.
+    """
+
+    logits: Tensor
+    continuation: tuple[int, ...]
+    exact: bool
+
+
+@dataclass(frozen=True, eq=False)
 class Trial:
     """A context, its questions, and full recompute of each.
 
@@ -59,7 +87,7 @@ class Trial:
         segments: in prompt order.
         asked: one question of every category.
         references: full recompute, one per question.
-        exact: whether full recompute gives exactly the expected answer, per question.
+        earlier: per segment the texts that stand in front of it in its document, if drawn.
     """
 
     seed: int
@@ -67,8 +95,8 @@ class Trial:
     base: Context
     segments: tuple[Segment, ...]
     asked: tuple[Asked, ...]
-    references: tuple[Reference, ...] = ()
-    exact: tuple[bool, ...] = ()
+    references: tuple[Recomputed, ...] = ()
+    earlier: tuple[tuple[str, ...], ...] = ()
 
 
 def common_start(questions: Sequence[tuple[int, ...]]) -> int:
@@ -87,15 +115,21 @@ class TrialMaker:
         model: gives the tokenizer, and full recompute.
         words: shortest and longest chunk in words.
         limit: tokens of the compared continuation.
+        categories: of the questions that are asked; contexts are the same whatever is chosen.
     """
 
     def __init__(
-        self, model: HybridModel, words: tuple[int, int] = (30, 110), limit: int = 32
+        self,
+        model: HybridModel,
+        words: tuple[int, int] = (30, 110),
+        limit: int = 32,
+        categories: Collection[facts.Category] = facts.CATEGORIES,
     ) -> None:
         self.model = model
         self.prompt = PromptFormat(model)
         self.words = words
         self.limit = limit
+        self.categories = frozenset(categories)
         self._stops = stop_tokens(model)
         self._bases: dict[str | None, Context] = {}
 
@@ -110,19 +144,19 @@ class TrialMaker:
         cache = new_cache(self.model.config)
         return Context(token_ids, cache, forward(self.model.module, token_ids, 0, cache)[-1])
 
-    def draw(self, seed: int, chunks: int) -> tuple[list[str], list[facts.Question]]:
-        """The texts and questions of context ``seed``: equal arguments, equal result."""
+    def draw(self, seed: int, chunks: int) -> tuple[facts.Context, list[facts.Question]]:
+        """Context ``seed`` and its questions: equal arguments, equal result."""
         rng = random.Random(f"trial/{seed}/{chunks}/{self.words}")
         for _ in range(2000):
             context = facts.build_context(rng, chunks, self.words, "held_out")
             questions = _questions(context, rng)
             if len(questions) == len(facts.CATEGORIES):
-                return [text + SEPARATOR for text in context.chunks], questions
+                return context, questions
         raise ConfigError(f"No context of {chunks} chunks allows questions of every category.")
 
     def trial(self, seed: int, chunks: int) -> Trial:
         """Context ``seed`` with its questions, without full recompute."""
-        texts, questions = self.draw(seed, chunks)
+        context, questions = self.draw(seed, chunks)
         system = SERVED_PROMPTS[seed % len(SERVED_PROMPTS)]
         asked = tuple(
             Asked(
@@ -133,9 +167,15 @@ class TrialMaker:
                 tuple(question.fact_chunks),
             )
             for question in questions
+            if question.category in self.categories
         )
-        segments = tuple(self.prompt.segment(text) for text in texts)
-        return Trial(seed, system, self.base(system), segments, asked)
+        segments = tuple(self.prompt.segment(text + SEPARATOR) for text in context.chunks)
+        rng = random.Random(f"earlier/{seed}/{chunks}/{self.words}")
+        earlier = tuple(
+            tuple(text + SEPARATOR for text in context.earlier(rng, chunk, EARLIER, self.words))
+            for chunk in range(len(segments))
+        )
+        return Trial(seed, system, self.base(system), segments, asked, earlier=earlier)
 
     @property
     def _end(self) -> int:
@@ -154,30 +194,26 @@ class TrialMaker:
         ids = list(trial.base.token_ids)
         for segment in trial.segments:
             ids.extend(segment.token_ids)
-        ids.extend(questions[0][:shared])
-        front = self.context_of(tuple(ids))
-        references, exact = [], []
-        for asked in trial.asked:
-            rest = asked.question[shared:]
-            behind = front.clone()
-            logits = forward(self.model.module, rest, behind.length, behind.cache)[-1]
-            context = Context(behind.token_ids + rest, behind.cache, logits)
-            right = follow(self.model, context, asked.expected).argmax(-1).tolist()
-            if tuple(right) == asked.expected and len(right) <= self.limit:
-                continuation = asked.expected
-            else:
-                continuation = greedy(self.model, context, self.limit, self._stops)
-            references.append(Reference(context, continuation))
-            exact.append(tuple(right) == asked.expected)
-        return Trial(
-            trial.seed,
-            trial.system,
-            trial.base,
-            trial.segments,
-            trial.asked,
-            tuple(references),
-            tuple(exact),
-        )
+        front = self.context_of((*ids, *questions[0][:shared]))
+        given = [asked.question[shared:] + asked.expected[:-1] for asked in trial.asked]
+        references = []
+        for asked, logits in zip(
+            trial.asked, forward_rows(self.model.module, given, front), strict=True
+        ):
+            mine = logits[-len(asked.expected) :]
+            exact = tuple(mine.argmax(-1).tolist()) == asked.expected
+            continuation = asked.expected
+            if not exact or len(continuation) > self.limit:
+                continuation = self._greedy(front, asked.question[shared:])
+            references.append(Recomputed(mine[0], continuation, exact))
+        return replace(trial, references=tuple(references))
+
+    def _greedy(self, front: Context, rest: tuple[int, ...]) -> tuple[int, ...]:
+        """The greedy continuation of ``rest`` behind ``front``."""
+        behind = front.clone()
+        logits = forward(self.model.module, rest, behind.length, behind.cache)[-1]
+        context = Context(behind.token_ids + rest, behind.cache, logits)
+        return greedy(self.model, context, self.limit, self._stops)
 
 
 def _questions(context: facts.Context, rng: random.Random) -> list[facts.Question]:

@@ -14,7 +14,7 @@ from hypic_rag.engine.pieces import encode_pieces, join_pieces, seam_cuts, state
 from hypic_rag.errors import ConfigError
 from hypic_rag.segments import Segment
 
-WIDTHS = (1, 4, 8)
+SEAMS = (Seam(0, 0), Seam(4, 0), Seam(8, 8), Seam(1, 4))
 
 
 def tokens(count: int, seed: int) -> tuple[int, ...]:
@@ -28,9 +28,9 @@ def test_pieces_join_to_every_seam(family: str, conditioned: bool) -> None:
     model = tiny_model(family)
     base = recompute(model, tokens(21, 1))[0] if conditioned else None
     segments = [Segment(tokens(length, length)) for length in (3, 20, 133)]
-    cuts = [seam_cuts(len(segment), WIDTHS) for segment in segments]
+    cuts = [seam_cuts(len(segment), SEAMS) for segment in segments]
     pieces = encode_pieces(model, segments, cuts, [base] * 3)
-    for seam in (Seam(0, 0), Seam(4, 0), Seam(8, 8), Seam(1, 4)):
+    for seam in SEAMS:
         whole = encode_segments(model, segments, seam, base)
         for index, segment in enumerate(segments):
             mine = state_from_pieces(pieces[index], cuts[index], len(segment), seam, model.kernel)

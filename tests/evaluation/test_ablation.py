@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import random
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,8 @@ from hypic_rag.engine.assemble import Request, assemble
 from hypic_rag.engine.encode import encode_segments
 from hypic_rag.errors import ConfigError
 from hypic_rag.evaluation import ablation, facts
-from hypic_rag.evaluation.ablation import Stage, summarize, to_markdown
+from hypic_rag.evaluation import ablation_tables as tables
+from hypic_rag.evaluation.ablation import Stage
 from hypic_rag.evaluation.cells import (
     CONDITIONINGS,
     Cell,
@@ -22,8 +26,17 @@ from hypic_rag.evaluation.cells import (
     run_cell,
     without_transition,
 )
+from hypic_rag.evaluation.facts import contexts
 from hypic_rag.evaluation.fidelity import compare, follow
-from hypic_rag.evaluation.runs import Record, read_records
+from hypic_rag.evaluation.runs import (
+    Record,
+    is_missing,
+    parse_categories,
+    parse_seeds,
+    parse_shard,
+    read_records,
+)
+from hypic_rag.evaluation.summary import summarize
 from hypic_rag.evaluation.trials import SERVED_PROMPTS, TrialMaker, common_start, rank_segments
 from hypic_rag.families.model import HybridModel
 from hypic_rag.segments import Segment
@@ -57,15 +70,20 @@ def test_trials_repeat_and_ask_every_category(maker: TrialMaker) -> None:
 
 
 def test_full_recompute_behind_a_shared_start_is_full_recompute(maker: TrialMaker) -> None:
-    trial = maker.with_references(maker.trial(0, 3))
+    trial = maker.trial(0, 3)
+    wrong = dataclasses.replace(trial.asked[0], expected=trial.asked[1].expected)
+    trial = dataclasses.replace(trial, asked=(wrong, *trial.asked[1:]))
+    trial = maker.with_references(trial)
     model = maker.model
     for asked, reference in zip(trial.asked, trial.references, strict=True):
         request = Request(trial.segments, (None,) * 3, asked.question, trial.base)
-        assert reference.context.token_ids == request.token_ids
         plain = maker.context_of(request.token_ids)
-        torch.testing.assert_close(reference.context.logits, plain.logits, rtol=0, atol=1e-3)
+        torch.testing.assert_close(reference.logits, plain.logits, rtol=0, atol=1e-3)
         logits = follow(model, plain, reference.continuation)
         assert compare(plain.logits, reference.continuation, logits).all_agree
+        decoded = follow(model, plain, asked.expected).argmax(-1).tolist()
+        assert reference.exact == (tuple(decoded) == asked.expected)
+    assert not trial.references[0].exact and trial.references[2].exact
 
 
 def test_outcomes_equal_one_request_after_the_other(maker: TrialMaker) -> None:
@@ -73,15 +91,18 @@ def test_outcomes_equal_one_request_after_the_other(maker: TrialMaker) -> None:
     trial = maker.with_references(maker.trial(1, 3))
     model = maker.model
     base = Conditioner(maker).of("other", trial)
-    for seam in (Seam(4, 0), Seam(2, 8)):
-        states = Encodings(model, [trial], [base], (2, 4, 8)).states(seam)
+    seams = (Seam(4, 0), Seam(2, 8))
+    encodings = Encodings(model, [trial], [[base] * 3], seams)
+    for seam in seams:
+        states = encodings.states(seam)
+        assert {state.seam for state in states[0] if state} == {seam}
         outcomes = run_cell(model, [trial], states, Mode.SEAM)[0]
         direct = tuple(encode_segments(model, trial.segments, seam, base))
         for asked, reference, outcome in zip(trial.asked, trial.references, outcomes, strict=True):
             request = Request(trial.segments, direct, asked.question, trial.base)
             context = assemble(model, [request])[0].context
             logits = follow(model, context, reference.continuation)
-            found = compare(reference.context.logits, reference.continuation, logits)
+            found = compare(reference.logits, reference.continuation, logits)
             assert outcome.kl == pytest.approx(found.kl, rel=0.02, abs=1e-6)
             assert outcome.agreed == found.agreed
             decoded = follow(model, context, asked.expected).argmax(-1).tolist()
@@ -99,8 +120,8 @@ def test_conditioning_on_the_served_prompt_makes_the_first_segment_exact(
     conditioner = Conditioner(maker)
     divergence = {}
     for name in ("served", "other", "none"):
-        base = conditioner.of(name, one)
-        states = Encodings(maker.model, [one], [base], (4,)).states(Seam(4, 0))
+        bases = conditioner.behind(name, one)
+        states = Encodings(maker.model, [one], [bases], [Seam(4, 0)]).states(Seam(4, 0))
         outcomes = run_cell(maker.model, [one], states, Mode.SEAM)[0]
         divergence[name] = sum(outcome.kl for outcome in outcomes)
     assert divergence["served"] < 1e-8
@@ -109,8 +130,8 @@ def test_conditioning_on_the_served_prompt_makes_the_first_segment_exact(
 
 def test_identity_in_place_of_transitions_is_addition(maker: TrialMaker) -> None:
     trial = maker.with_references(maker.trial(1, 3))
-    base = Conditioner(maker).of("none", trial)
-    states = Encodings(maker.model, [trial], [base], ()).states(Seam(0, 0))
+    bases = Conditioner(maker).behind("none", trial)
+    states = Encodings(maker.model, [trial], [bases], [Seam(0, 0)]).states(Seam(0, 0))
     bare = [tuple(map(without_transition, held)) for held in states]
     # Without transitions the two modes differ in nothing but the keys' positions.
     added = run_cell(maker.model, [trial], states, Mode.ADDITION)[0]
@@ -142,25 +163,191 @@ def test_a_run_resumes_and_shards_make_a_whole(small_model: HybridModel, tmp_pat
             assert mine.kl == pytest.approx(yours.kl, rel=0.02, abs=1e-6)
 
 
-def test_summaries_pair_questions() -> None:
-    def record(cell: str, seed: int, *right: bool) -> Record:
-        return Record(
-            cell, 8, seed, tuple(Outcome("one_fact", exact, 0.1, 2, 3) for exact in right)
-        )
+def test_neighbours_stand_behind_the_prompt_and_in_front_of_their_segment(
+    maker: TrialMaker,
+) -> None:
+    trial = maker.trial(4, 2)
+    assert trial.earlier == maker.trial(4, 2).earlier
+    conditioner = Conditioner(maker)
+    prompt = conditioner.of("other", trial)
+    assert prompt is not None
+    for name, count in (("previous", 1), ("previous3", 3)):
+        for context, earlier in zip(conditioner.behind(name, trial), trial.earlier, strict=True):
+            assert context is not None and len(earlier) == 3
+            texts = [maker.prompt.text(text) for text in earlier[3 - count :]]
+            ids = (*prompt.token_ids, *(token for text in texts for token in text))
+            assert context.token_ids == ids
+            whole = maker.context_of(ids)
+            torch.testing.assert_close(context.logits, whole.logits, rtol=0, atol=1e-3)
+    assert len(set(map(str, trial.earlier))) == 2
+    assert conditioner.behind("other", trial) == [prompt, prompt]
+    with pytest.raises(ConfigError, match="CONDITIONINGS"):
+        conditioner.behind("next", trial)
 
-    rows = summarize(
-        [
-            record("full", 0, True, True),
-            record("full", 1, True, False),
-            record("other/seam/4/0", 0, True, False),
-            record("other/seam/4/0", 1, True, True),
-            record("other/seam/4/0", 2, True, True),  # no full recompute beside it: left out
-        ]
-    )
-    mine = next(row for row in rows if row.cell != "full" and row.category == "all")
+
+def test_neighbours_are_about_the_same_and_tell_something_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rng = random.Random(5)
+    context = facts.build_context(rng, 4, (30, 60), "held_out")
+    told: list[tuple[str, str]] = []
+    everything: list[tuple[str, str]] = []
+    plain = contexts.fact_sentence
+
+    def listen(relation: facts.Relation, subject: str, value: str, rng: random.Random) -> str:
+        told.append((subject, relation.name))
+        return plain(relation, subject, value, rng)
+
+    monkeypatch.setattr(contexts, "fact_sentence", listen)
+    names = set(context.names)
+    known = {(fact.subject, fact.relation.name) for fact in context.facts}
+    for chunk, text in enumerate(context.chunks):
+        told.clear()
+        earlier = context.earlier(rng, chunk, 3, (30, 60))
+        subjects = {fact.subject for fact in context.facts if fact.chunk == chunk}
+        assert len(earlier) == 3 and all(len(one.split()) >= 30 for one in earlier)
+        assert {subject for subject, _ in told} <= subjects
+        assert not known & set(told) and len(set(told)) == len(told)
+        assert not any(one in text for one in earlier)
+        everything += told
+    assert len(everything) >= 4 and context.names == names
+
+
+def test_categories_are_measured_one_by_one_and_put_together(
+    small_model: HybridModel, tmp_path: Path
+) -> None:
+    few = dataclasses.replace(STAGE, cells=(CELL,), categories=("one_fact", "no_answer"))
+    options = {"contexts": 2, "words": WORDS}
+    ablation.run(small_model, tmp_path / "a", stages=[few], **options)
+    records = read_records(tmp_path / "a", small_model)
+    assert {len(record.outcomes) for record in records.values()} == {2}
+    assert all(row.category != "all" for row in summarize(records.values()))
+    ablation.run(small_model, tmp_path / "a", stages=[STAGE], **options)
+    ablation.run(small_model, tmp_path / "b", stages=[STAGE], **options)
+    together = read_records(tmp_path / "a", small_model)
+    once = read_records(tmp_path / "b", small_model)
+    assert together.keys() == once.keys()
+    for key, record in together.items():
+        assert tuple(outcome.category for outcome in record.outcomes) == facts.CATEGORIES
+        for mine, yours in zip(record.outcomes, once[key].outcomes, strict=True):
+            assert mine.kl == pytest.approx(yours.kl, rel=0.02, abs=1e-6)
+            assert mine.exact == yours.exact
+    # What's known of some categories doesn't pass for all of them, and survives them.
+    key = (CELL.name, 2, 0)
+    assert is_missing(records, key, facts.CATEGORIES)
+    assert not is_missing(records, key, ("no_answer",))
+    assert is_missing(records, (CELL.name, 2, 9), ("no_answer",))
+
+
+def test_options_are_read_and_refused() -> None:
+    assert parse_categories("no_answer,one_fact") == ("one_fact", "no_answer")
+    with pytest.raises(ConfigError, match="Unknown category 'three_facts'"):
+        parse_categories("one_fact,three_facts")
+    assert parse_seeds("131,7") == (131, 7)
+    with pytest.raises(ConfigError, match="'7a' is none"):
+        parse_seeds("131,7a")
+    assert parse_shard("1/4") == (1, 4)
+    for text in ("4/4", "1", "a/b"):
+        with pytest.raises(ConfigError, match="NUMBER/COUNT"):
+            parse_shard(text)
+
+
+def record(
+    cell: str, seed: int, exact: bool, kl: float = 0.001, category: facts.Category = "one_fact"
+) -> Record:
+    return Record(cell, 8, seed, (Outcome(category, exact, kl, 2, 3),))
+
+
+def test_summaries_pair_questions() -> None:
+    records = [record("full", seed, exact) for seed, exact in enumerate((True, True, True, False))]
+    records += [
+        record("other/seam/4/0", 0, True),
+        record("other/seam/4/0", 1, False),
+        record("other/seam/4/0", 2, True, kl=0.005),
+        record("other/seam/4/0", 3, True),
+        record("other/seam/4/0", 4, True),  # no full recompute beside it: left out
+        record("other/seam/4/0", 5, True, category="two_fact"),
+    ]
+    rows = summarize(records)
+    (mine,) = [row for row in rows if row.cell == "other/seam/4/0"]
     assert mine.exact.count == 4 and mine.exact.mean == 0.75 and mine.difference.mean == 0.0
     assert mine.difference.low < 0 < mine.difference.high
-    assert "| other | seam 4/0 | 4 |" in to_markdown(rows, 8)
+    assert mine.kl.mean == pytest.approx(0.002) and mine.largest == pytest.approx(5 / 8)
+    assert mine.median == 0.001
+    assert tables.complete(rows) == [row for row in rows if row.category == "one_fact"]
+    fewer = summarize([one for one in records if (one.cell, one.seed) != ("other/seam/4/0", 3)])
+    assert {row.cell for row in tables.complete(fewer)} == {"full"}
+    assert "| other, seam 4/0 | 4 | 75.0 [" in tables.modes_table(rows, 8, "one_fact")
+
+
+def test_goals_are_met_or_named() -> None:
+    def goals(kl: float, agreed: int, *right: bool, full: int = 0) -> str:
+        records = [
+            record("full", seed, seed >= full, category="no_answer") for seed in range(len(right))
+        ]
+        for seed, exact in enumerate(right):
+            outcome = Outcome("no_answer", exact, kl, agreed, 3)
+            records.append(Record("other/seam/4/0", 8, seed, (outcome,)))
+        return tables.goals_table(summarize(records)).splitlines()[-1].split("|")[-2].strip()
+
+    assert goals(0.001, 3, *[True] * 400) == "met"
+    assert goals(0.0011, 3, *[True] * 400) == "missed: KL"
+    assert goals(0.001, 3, *[True] * 399, False) == "met"
+    assert goals(0.001, 3, *[True] * 398, False, False) == "missed: exact match"
+    assert goals(0.001, 3, *[True] * 400, full=2) == "missed: exact match"  # better is off, too
+    assert goals(0.1, 0, *[False] * 40) == "missed: exact match, agreement, KL"
+
+
+def test_places_are_those_of_the_needed_chunk() -> None:
+    records = {}
+    for seed in range(8):
+        for cell, kl in (("full", 0.0), ("other/seam/4/0", seed / 8)):
+            one = record(cell, seed, True, kl)
+            records[one.key] = one
+    needed: dict[tuple[int, facts.Category], int] = {(seed, "one_fact"): seed for seed in range(6)}
+    places = tables.by_place(records, 8, needed)
+    assert [(group, kl.count, kl.mean) for group, *_, kl in places] == [
+        (0, 2, 0.0625), (1, 2, 0.3125), (2, 2, 0.5625)
+    ]  # fmt: skip
+    assert "| 8 | 3 to 4 | 2 | +0.00" in tables.places_table({8: places})
+
+
+def test_prefixes_are_compared_question_by_question() -> None:
+    cells = {"full": 0.0, "other/seam/4/0": 0.002, "served/seam/4/0": 0.001}
+    records = {}
+    for seed in range(4):
+        for cell, kl in cells.items():
+            one = record(
+                cell, seed, True, kl * (5 if (cell, seed) == ("served/seam/4/0", 3) else 1)
+            )
+            records[one.key] = one
+    difference, lower = tables.against(records, "served/seam/4/0", 8)
+    assert difference.count == 4 and difference.mean == pytest.approx(0.0)
+    assert lower.mean == 0.75
+    rows = summarize(records.values())
+    text = tables.prefixes_table(rows, records, "one_fact")
+    assert "| other | 8 | 4 |" in text and "75.0 [" in text.splitlines()[-2]
+
+
+def test_the_report_and_the_charts(
+    small_model: HybridModel, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    heads = tuple(Cell("other", Mode.SEAM, Seam(head, 0)) for head in (0, 4, 8))
+    stages = (Stage("modes", 8, (*heads, Cell("previous", Mode.SEAM, Seam()))),)
+    monkeypatch.setattr(ablation, "STAGES", stages)
+    ablation.main(
+        ["all", "--out", str(tmp_path / "out"), "--questions", "1",
+         "--json", str(tmp_path / "rows.json"), "--svg", str(tmp_path)]
+    )  # fmt: skip
+    text = capsys.readouterr().out
+    for title in ("Goals", "Modes, 8 chunks", "Prefixes", "Seams, 8 chunks", "Places"):
+        assert f"### {title}" in text
+    assert "| previous | 8 | 5 |" in text and "| 8 | one fact | 1 |" in text
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert len(rows) == 5 * 6 and {len(row["kl"]) for row in rows} == {3}
+    assert "other: head n, no tail" in (tmp_path / "seams.svg").read_text()
+    assert "previous" in (tmp_path / "prefixes.svg").read_text()
 
 
 def test_ranking_by_words() -> None:

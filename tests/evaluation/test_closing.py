@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,12 +15,20 @@ from hypic_rag.evaluation.cells import Conditioner
 from hypic_rag.evaluation.closing import (
     IDEAS,
     Bench,
+    Exchange,
+    oracle,
+    reordered,
+    run,
     segments_within,
     sentence_cuts,
     sentences,
+    to_markdown,
+    true_attention,
+    true_linear,
     whole_segments,
 )
-from hypic_rag.evaluation.trials import TrialMaker
+from hypic_rag.evaluation.runs import read_records
+from hypic_rag.evaluation.trials import Trial, TrialMaker, rank_segments
 from hypic_rag.families.model import HybridModel
 from hypic_rag.segments import Segment
 
@@ -120,6 +130,8 @@ def test_every_way_of_choosing_stays_within_its_budget(bench: Bench, by: str) ->
     [
         "true keys and values, cached states",
         "cached keys and values, true states",
+        "true keys and values in full-attention layer 2",
+        "true keys and values of the first 4 cached tokens",
         "best segment first, behind the served prompt",
         "best segment last",
         "segments with the facts whole",
@@ -129,3 +141,68 @@ def test_the_other_ideas_run(bench: Bench, name: str) -> None:
     outcomes = IDEAS[name](bench)
     assert [len(found) for found in outcomes] == [5, 5]
     assert len(whole_segments(3)(bench)) == 2
+
+
+def test_true_states_can_be_exchanged_part_by_part(bench: Bench) -> None:
+    def total(exchange: Exchange) -> float:
+        return sum(o.kl for found in oracle(exchange)(bench) for o in found)
+
+    nothing = total(lambda number, true, held: held)
+    everything = total(lambda number, true, held: true)
+    whole = total(true_attention())
+    assert everything < 1e-8 < nothing
+    # Exchanging in both layers, or all tokens, is exchanging the whole.
+    assert total(true_attention(first=10_000)) == pytest.approx(whole, rel=1e-6, abs=1e-12)
+    assert total(true_attention(first=0)) == pytest.approx(nothing, rel=1e-6)
+    parts = [total(true_attention(layer)) for layer in (0, 1)]
+    assert all(part != pytest.approx(nothing, rel=1e-3) for part in parts)
+    assert total(true_attention(layer=2)) == pytest.approx(nothing, rel=1e-6)
+    halves = [total(true_attention(keys=keys, values=not keys)) for keys in (True, False)]
+    assert all(half != pytest.approx(whole, rel=1e-3) for half in halves)
+    assert total(true_linear) != pytest.approx(nothing, rel=1e-4)
+
+
+def test_chosen_contexts_and_categories_are_run(small_model: HybridModel, tmp_path: Path) -> None:
+    names = ["nothing", "best segment first"]
+    options = {"contexts": 2, "chunks": 2, "words": (8, 14), "categories": ("one_fact",)}
+    run(small_model, tmp_path, names=names, seeds=[5, 3], shard=(1, 2), **options)
+    records = read_records(tmp_path, small_model)
+    cells = {"full", "idea/nothing", "idea/best segment first"}
+    assert set(records) == {(cell, 2, 3) for cell in cells}
+    assert all(len(record.outcomes) == 1 for record in records.values())
+    table = to_markdown(small_model, tmp_path, 2, "one_fact").splitlines()
+    assert [line.split("|")[1].strip() for line in table[2:]] == names
+    assert len(to_markdown(small_model, tmp_path, 2).splitlines()) == 2  # no context asks for all
+    (file,) = tmp_path.iterdir()
+    before = file.read_bytes()
+    run(small_model, tmp_path, names=names, seeds=[5, 3], shard=(1, 2), **options)
+    assert file.read_bytes() == before
+
+
+def test_the_best_segment_goes_where_it_should(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Trial] = []
+    plain = bench.maker.with_references
+    monkeypatch.setattr(
+        bench.maker, "with_references", lambda trial: made.append(trial) or plain(trial)
+    )
+    for first, place in ((True, 0), (False, -1)):
+        made.clear()
+        reordered(first, "other")(bench)
+        assert len(made) == 10
+        for one, trial in zip(made, [t for t in bench.trials for _ in t.asked], strict=True):
+            best = rank_segments(one.asked[0].text, trial.segments)[0]
+            assert one.segments[place] == trial.segments[best]
+            others = [s for s in trial.segments if s != trial.segments[best]]
+            assert [s for s in one.segments if s != trial.segments[best]] == others
+
+
+def test_order_is_compared_with_full_recompute_of_that_order(bench: Bench) -> None:
+    """Behind the served prompt the first segment is exact, so where all is in it, all is."""
+    trial = bench.trials[0]
+    alone = replace(trial, segments=trial.segments[:1], earlier=trial.earlier[:1])
+    one = Bench(bench.maker, bench.conditioner, [bench.maker.with_references(alone)])
+    for outcome in reordered(True, "served")(one)[0]:
+        assert outcome.kl < 1e-8
+    assert max(outcome.kl for outcome in reordered(True, "other")(one)[0]) > 1e-8

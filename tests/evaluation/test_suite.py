@@ -139,14 +139,29 @@ def test_items_are_scored_in_every_mode(small_model: HybridModel) -> None:
     assert to_markdown(scores).count("\n") == 4
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--items", "1", "--segments", "2", "--tokens", "24", "--modes", "seam"]
-    suite.main(["two_hop", "multi_value", *options, "--json"])
+def test_the_command_runs_all_generated_tasks_in_all_modes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ["--items", "2", "--segments", "3", "--tokens", "24"]
+    suite.main([*options, "--json"])
     rows = json.loads(capsys.readouterr().out)
-    assert [(row["task"], row["mode"]) for row in rows][:2] == [
-        ("two_hop", "full"),
-        ("two_hop", "seam 4/0"),
+    modes = ["full", "addition", "transition", "transition_rope", "seam 4/0", "seam 8/8"]
+    assert [(row["task"], row["mode"]) for row in rows] == [
+        (task, mode) for task in TASKS for mode in modes
     ]
+    assert all(row["score"]["count"] == 2 and not row["problems"] for row in rows)
+    # Among real questions the modes differ, and the default is the nearest to full recompute.
+    divergence = {mode: sum(r["kl"]["mean"] for r in rows if r["mode"] == mode) for mode in modes}
+    assert divergence["full"] == 0 < divergence["seam 4/0"] < divergence["addition"]
+    suite.main(["two_hop", *options, "--modes", "seam", "--seams", "default"])
+    assert capsys.readouterr().out.count("| two_hop |") == 2
+
+
+def test_unknown_tasks_and_files_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        suite.main(["three_hop"])
+    assert stop.value.code == 2
+    assert "Unknown task 'three_hop'" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stop:
         suite.main(["two_hop", "hotpotqa", "--file", "nowhere.jsonl"])
     assert stop.value.code == 2
