@@ -310,8 +310,9 @@ def inspect(
     """Show a model's layers, transitions and bytes per segment, or why it's unsupported."""
     from hypic_rag.engine.engine import checkpoint_path
     from hypic_rag.families.inspect import inspect_checkpoint
+    from hypic_rag.families.quiet import quiet_library
 
-    _quiet()
+    quiet_library()
     if tokens < 1:
         raise ConfigError(f"--tokens must be at least 1, but is {tokens}.")
     report = inspect_checkpoint(checkpoint_path(model), tokens, model)
@@ -327,8 +328,9 @@ def demo(
 ) -> None:
     """Ingest the bundled documents and ask questions about them."""
     from hypic_rag.demo import run_demo
+    from hypic_rag.families.quiet import quiet_library
 
-    _quiet()
+    quiet_library()
     if not run_demo(store, as_json=as_json):
         raise typer.Exit(1)
 
@@ -414,15 +416,6 @@ def _explain(error: Any) -> int:
 # -- helpers -----------------------------------------------------------------------------------
 
 
-def _quiet() -> None:
-    """Keep the library's own progress bars and hints off the terminal."""
-    from transformers.utils import logging as library
-
-    library.set_verbosity_error()
-    library.disable_progress_bar()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-
-
 def _holds_store(path: Path) -> bool:
     return path.is_dir() and any(path.iterdir())
 
@@ -457,7 +450,9 @@ def _open(
             f"{store} is a store already, and its conditioning, chunk size, seam and state "
             "precision are fixed: leave those options out, or make a new store."
         )
-    _quiet()
+    from hypic_rag.families.quiet import quiet_library
+
+    quiet_library()
     from hypic_rag.knowledge_base import KnowledgeBase
 
     return KnowledgeBase.open(
@@ -549,6 +544,10 @@ def _ingest(
 
 
 def _print_report(report: IngestReport, *, dry_run: bool, as_json: bool) -> None:
+    for kind, entries in (("skipped", report.skipped), ("failed", report.failed)):
+        for name, reason in entries:
+            # Most reasons name the file themselves.
+            _note(f"{kind}: {reason if name in reason else f'{name}: {reason}'}")
     if as_json:
         print(json.dumps(dataclasses.asdict(report), ensure_ascii=False, indent=2))
         return
@@ -560,13 +559,9 @@ def _print_report(report: IngestReport, *, dry_run: bool, as_json: bool) -> None
             print(f"{count:>6} {what} {'' if name == 'unchanged' else would}{name}")
     what = "chunk" if report.chunks == 1 else "chunks"
     print(
-        f"{report.chunks:>6} {what}, {report.tokens} tokens encoded, "
+        f"{report.chunks:>6} {what}, {report.tokens} tokens {would}encoded, "
         f"{report.state_bytes / 1e6:.1f} MB of states in memory, {report.seconds:.1f} s"
     )
-    for kind, entries in (("skipped", report.skipped), ("failed", report.failed)):
-        for name, reason in entries:
-            # Most reasons name the file themselves.
-            print(f"{kind}: {reason if name in reason else f'{name}: {reason}'}", file=sys.stderr)
 
 
 def _print_facts(answer: Answer) -> None:

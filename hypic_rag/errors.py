@@ -15,6 +15,7 @@ expected, what came, and what to do::
     │   └── StateMismatchError  a segment state doesn't fit the model or the request
     ├── DocumentError           a document can't be read
     ├── WorkerError             worker processes can't encode a segment
+    ├── ServerError             the server can't listen where it should
     └── RequestError
         ├── EmptyStoreError     nothing has been ingested
         └── ContextLengthError  the prompt doesn't fit the model's context
@@ -74,6 +75,10 @@ class DocumentError(HypicError):
 
 class WorkerError(HypicError):
     """Worker processes can't encode a segment: they die or fail over it."""
+
+
+class ServerError(HypicError):
+    """The server can't listen at the address it was given."""
 
 
 class RequestError(HypicError):

@@ -734,8 +734,9 @@ class _Work:
     def _explain(self, states: Sequence[RequestState]) -> None:
         if states and all(isinstance(state, PendingState) for state in states):
             self.warnings.append(
-                "No passage had a cached state, so all were encoded for this request: they "
-                "weren't ingested with this model, dtype, conditioning and mode."
+                "No passage had a cached state, so all were encoded for this request: none is "
+                "stored for this model, dtype, conditioning and mode yet, or what was stored is "
+                "damaged or gone."
             )
 
 

@@ -76,7 +76,10 @@ class Retriever:
                 f"The store {self._store.path} has no documents of the tenant {self._tenant!r}: "
                 "check the name, or ingest some for it first."
             )
-        return f"The store {self._store.path} has no documents to answer from: ingest some first."
+        return (
+            f"The store {self._store.path} has no documents to answer from (without a tenant's "
+            "name only those ingested without one count): ingest some first."
+        )
 
     def _ranked(
         self, question: Question, count: int, filters: Condition | None

@@ -95,6 +95,9 @@ def test_ingest_exits_non_zero_if_a_file_failed(
     assert "failed: " in result.err
     assert "empty.txt" in result.err
     assert "3 documents added" in result.out
+    again = run("ingest", documents, "--store", tmp_path / "kb", "--json")
+    assert (again.code, len(json.loads(again.out)["failed"])) == (1, 1)
+    assert "failed: " in again.err
 
 
 def test_states_are_stored_in_the_precision_asked_for(

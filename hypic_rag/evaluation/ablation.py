@@ -97,7 +97,10 @@ STAGES = (
     Stage("modes", 4, MODES),
     Stage("modes", 8, (*MODES, ADDED_ROPE, *_modes("none", parts=True))),
     Stage("seams", 8, _sweep("other", tails=True), ("one_fact", "first_sentence")),
-    Stage("conditioning", 16, _default("served", "other+6")),
+    Stage("conditioning", 16, _default("served", "document", "other+6")),
+    Stage("conditioning", 4, _default("served", "document", "other+6")),
+    Stage("seams", 16, _sweep("other", tails=True), ("one_fact", "first_sentence")),
+    Stage("seams", 4, _sweep("other", tails=True), ("one_fact", "first_sentence")),
     Stage("more prefixes", 8, _default("newline", "other+2", "previous3")),
     Stage("isolated seams", 8, _sweep("none", tails=False), ("one_fact",)),
 )
@@ -205,12 +208,13 @@ def report(model: HybridModel, records: Records, rows: Sequence[Row]) -> str:
         body = categories_table(rows, chunks, ["full", *cells])
         parts.append((f"Modes, {chunks} chunks: exact match, %; KL, 1e-3", body))
     parts.append(("Prefixes", prefixes_table(rows, records)))
-    for name, category in (
-        ("other", "one_fact"), ("other", "first_sentence"), ("none", "one_fact")
-    ):  # fmt: skip
-        body = seams_table(rows, 8, category, name)
-        title = f"Seams, 8 chunks, behind {name}, {category.replace('_', ' ')}: KL, 1e-3"
-        parts.append((title, body))
+    for chunks in sizes:
+        for name, category in (
+            ("other", "one_fact"), ("other", "first_sentence"), ("none", "one_fact")
+        ):  # fmt: skip
+            body = seams_table(rows, chunks, category, name)
+            kind = category.replace("_", " ")
+            parts.append((f"Seams, {chunks} chunks, behind {name}, {kind}: KL, 1e-3", body))
     contexts = 1 + max((seed for _, _, seed in records), default=-1)
     places = {
         chunks: by_place(records, chunks, needed_chunks(model, contexts, chunks))

@@ -283,7 +283,9 @@ def load_for_bench(name: str, device: str, dtype: str, threads: int | None) -> H
 
     from hypic_rag.engine.engine import load_model
     from hypic_rag.evaluation.random_models import random_model
+    from hypic_rag.families.quiet import quiet_library
 
+    quiet_library()
     if threads is not None:
         torch.set_num_threads(threads)
     if not name.startswith("random:"):

@@ -34,6 +34,7 @@ from hypic_rag.errors import HypicError
 from hypic_rag.evaluation.random_models import random_model
 from hypic_rag.evaluation.timing import require_equal
 from hypic_rag.evaluation.ttft import Case, TtftResult, measure_ttft, random_tokens
+from hypic_rag.families.quiet import quiet_library
 from hypic_rag.operators import AffineMap, Dense
 from hypic_rag.ops.choice import KernelChoice, best_kernels, has_triton
 from hypic_rag.ops.fla_scan import TOLERANCE, deviation, has_fla, load_kernel
@@ -59,10 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, default=None, help="also write the results here")
     options = parser.parse_args(arguments)
+    quiet_library()
     device = torch.device(options.device)
     gpu = device.type == "cuda"
     report: dict[str, Any] = {"environment": describe_environment(device)}
     print(json.dumps(report["environment"], indent=1), flush=True)
+    if not gpu:
+        print("no GPU is used: this tries the script out, and says nothing of one", flush=True)
     try:
         if has_triton() and (gpu or os.environ.get("TRITON_INTERPRET") == "1"):
             report["kernels"] = check_kernels(device)

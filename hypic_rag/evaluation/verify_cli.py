@@ -82,8 +82,10 @@ def verify(
         variants_of,
     )
     from hypic_rag.evaluation.verify import verify as measure
+    from hypic_rag.families.quiet import quiet_library
     from hypic_rag.knowledge_base import KnowledgeBase
 
+    quiet_library()
     asked = None if questions is None else read_questions(questions)[:count]
     own = [Seam.parse(name.strip()) for name in seams.split(",")] if seams else None
     with KnowledgeBase.open(

@@ -34,7 +34,6 @@ __all__ = [
     "Worklist",
     "check_pool",
     "encode_tasks",
-    "quiet_library",
 ]
 
 _ATTEMPTS = 3
@@ -326,11 +325,3 @@ def encode_tasks(
             started = process_time()
             state = encode_piece(model, segment, *bounds, prefix, overlap)
             yield place, state, process_time() - started
-
-
-def quiet_library() -> None:
-    """Keep the library's hints and progress bars off a worker's stderr: the parent gave them."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()

@@ -26,6 +26,7 @@ from hypic_rag.engine.context import Context
 from hypic_rag.engine.engine import Engine
 from hypic_rag.errors import ConfigError, WorkerError
 from hypic_rag.families.model import HybridModel
+from hypic_rag.families.quiet import quiet_library
 from hypic_rag.ingest.pool import (
     Job,
     Result,
@@ -34,7 +35,6 @@ from hypic_rag.ingest.pool import (
     Worklist,
     check_pool,
     encode_tasks,
-    quiet_library,
 )
 from hypic_rag.segments import Segment
 from hypic_rag.states import SegmentState

@@ -18,6 +18,7 @@ from typing import Any
 from hypic_rag.engine.engine import Engine
 from hypic_rag.errors import ConfigError, WorkerError
 from hypic_rag.families.model import HybridModel
+from hypic_rag.families.quiet import quiet_library
 from hypic_rag.ingest.pool import (
     Encoded,
     Job,
@@ -26,7 +27,6 @@ from hypic_rag.ingest.pool import (
     Worklist,
     check_pool,
     encode_tasks,
-    quiet_library,
 )
 from hypic_rag.states import SegmentState
 

@@ -130,9 +130,11 @@ class _Server:
 
     async def health(self) -> Response:
         """Whether the server can answer."""
-        if self._ready:
-            return JSONResponse({"status": "ok"})
-        return JSONResponse({"status": "not ready"}, 503)
+        if not self._ready:
+            return JSONResponse({"status": "not ready"}, 503)
+        if not await run_in_threadpool(self.kb.store.is_there):
+            return JSONResponse({"status": "the store's folder is gone"}, 503)
+        return JSONResponse({"status": "ok"})
 
     async def render_metrics(self, request: Request) -> Response:
         """Metrics in Prometheus' text format."""
@@ -574,11 +576,27 @@ def _on_invalid(request: Request, error: Exception) -> Response:
     if first["type"] == "json_invalid":
         return _on_error(request, ApiError(400, "The body is no valid JSON.", "invalid_json"))
     param = _param(first["loc"][1:])
+    if not param and first["type"] in ("model_attributes_type", "dict_type", "model_type"):
+        kind = request.headers.get("content-type", "none")
+        message = (
+            "The body must be a JSON object, with the header Content-Type: application/json; the "
+            f"header that came is {kind!r}."
+        )
+        return _on_error(request, ApiError(400, message, "invalid_json"))
     message = f"{param}: {first['msg']}" if param else str(first["msg"])
+    given = first.get("input")
+    if isinstance(given, str | int | float | bool) and first["type"] != "missing":
+        message += f", but it's {_short(given)}"
     code = "missing" if first["type"] == "missing" else "invalid_value"
     if first["type"] == "extra_forbidden":
         message, code = f"Unrecognized request argument: {param}.", "unknown_parameter"
     return _on_error(request, ApiError(400, message, code, param=param or None))
+
+
+def _short(value: str | int | float | bool) -> str:
+    """A value as JSON, cut if it's long."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _param(location: tuple[str | int, ...]) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hypic_rag.config import Mode, Settings
-from hypic_rag.errors import ConfigError
+from hypic_rag.errors import ConfigError, ServerError
 
 if TYPE_CHECKING:
     from hypic_rag.knowledge_base import KnowledgeBase
@@ -116,13 +116,11 @@ def serve(
     """Serve a store: OpenAI's chat protocol, documents, metrics and a chat page."""
     settings = Settings.load(config)
     require_server_packages()
-    from transformers.utils import logging as library
-
-    library.set_verbosity_error()
-    library.disable_progress_bar()
+    from hypic_rag.families.quiet import quiet_library
     from hypic_rag.knowledge_base import KnowledgeBase
     from hypic_rag.server.settings import ApiKeys, ServerSettings
 
+    quiet_library()
     keys = None if api_keys is None else ApiKeys.load(api_keys)
     if keys is not None and tenant is not None:
         raise ConfigError("With --api-keys every key has its own tenant: leave --tenant out.")
@@ -149,6 +147,7 @@ def serve(
         state_bytes=None if state_mb is None else state_mb * _MB,
     )
     prompt = settings.system_prompt if system_prompt is None else system_prompt
+    _check_port(host, port)
     with KnowledgeBase.open(
         store,
         model or settings.model,
@@ -196,6 +195,25 @@ def run(kb: KnowledgeBase, settings: ServerSettings, host: str, port: int) -> No
         Announcing(config).run()
 
 
+def _check_port(host: str, port: int) -> None:
+    """Find out before the model is loaded whether the port can be had.
+
+    Raises:
+        ServerError: it can't.
+    """
+    name = host.strip("[]")
+    try:
+        kind, _, _, _, address = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ServerError(
+            f"The server can't listen at {host}, port {port} ({error.strerror}): stop what uses "
+            "it, or choose another --port (0 takes a free one) or --host."
+        ) from None
+
+
 def require_server_packages() -> None:
     """Say how to install what's missing.
 
@@ -208,8 +226,8 @@ def require_server_packages() -> None:
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"Serving needs {', '.join(missing)}: install them with "
-            "pip install 'hypic-rag[server]'."
+            f"Serving needs packages that aren't installed ({', '.join(missing)}): "
+            "pip install 'hypic-rag[server]' brings them."
         )
 
 

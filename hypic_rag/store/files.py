@@ -35,9 +35,15 @@ def check_space(folder: Path, size: int) -> None:
     """Check that ``size`` more bytes fit, with a margin for the catalogue.
 
     Raises:
-        StoreAccessError: they don't.
+        StoreAccessError: they don't, or the folder is gone.
     """
-    free = shutil.disk_usage(folder).free
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise StoreAccessError(
+            f"The folder {folder} can't be reached ({error.strerror}): was the store moved or "
+            "deleted? Put it back, or open it where it is now."
+        ) from error
     if free < size + SPACE_MARGIN:
         raise StoreAccessError(
             f"The disk of {folder} has {free >> 20} MiB free, and writing {size >> 20} MiB needs "

@@ -377,6 +377,10 @@ class SegmentStore:
                 return []
             return _hits(view, view.search_text(expression, k, tenant, filters), tenant)
 
+    def is_there(self) -> bool:
+        """Whether the folder still holds the catalogue; somebody may have moved or deleted it."""
+        return (self.path / CATALOG).is_file()
+
     def chunk_count(self) -> int:
         """How many chunks there are, of all tenants."""
         with self._read() as view:

@@ -441,6 +441,26 @@ def test_another_model_isnt_there(shared: Served) -> None:
     assert response.json()["error"]["code"] == "model_not_found"
 
 
+def test_a_body_without_its_type(shared: Served) -> None:
+    body = '{"model": "small", "messages": [{"role": "user", "content": "Hm?"}]}'
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    json_type = {"content-type": "application/json"}
+    with shared.client() as client:
+        for content, headers in ((body, form), ("[]", json_type)):
+            response = client.post("/v1/chat/completions", content=content, headers=headers)
+            error = response.json()["error"]
+            assert (response.status_code, error["code"]) == (400, "invalid_json")
+            assert "Content-Type: application/json" in error["message"]
+            assert headers["content-type"] in error["message"]
+
+
+def test_wrong_values_are_quoted(shared: Served) -> None:
+    message = shared.ask(QUESTION, temperature="warm").json()["error"]["message"]
+    assert message.startswith("temperature: ") and message.endswith(', but it\'s "warm"')
+    long = shared.ask(QUESTION, temperature="x" * 500).json()["error"]["message"]
+    assert len(long) < 200
+
+
 def test_a_body_that_is_no_json(shared: Served) -> None:
     with shared.client() as client:
         headers = {"content-type": "application/json"}

@@ -256,6 +256,23 @@ def test_the_page_and_health_need_no_key(guarded: Served) -> None:
         assert "<title>" in client.get("/").text
 
 
+def test_a_store_that_has_gone_is_told(guarded: Served) -> None:
+    folder = guarded.kb.store.path
+    folder.rename(folder.with_name("elsewhere"))
+    try:
+        with guarded.client(KEYS["a"]) as client:
+            health = client.get("/healthz")
+            assert (health.status_code, health.json()["status"]) == (
+                503,
+                "the store's folder is gone",
+            )
+            sent = client.post("/v1/documents", files={"file": ("new.md", FERRY)})
+        assert (sent.status_code, sent.json()["error"]["code"]) == (503, "store_unavailable")
+        assert "moved or deleted" in sent.json()["error"]["message"]
+    finally:
+        folder.with_name("elsewhere").rename(folder)
+
+
 def test_metrics_have_a_key_of_their_own(guarded: Served) -> None:
     with guarded.client(KEYS["a"]) as client:
         assert client.get("/metrics").status_code == 401

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from hypic_rag import KnowledgeBase
-from hypic_rag.errors import ConfigError, HypicError, StoreFormatError
+from hypic_rag.errors import ConfigError, HypicError, ServerError, StoreFormatError
 from hypic_rag.server import cli
 
 COMMAND = "import typer; from hypic_rag.server.cli import serve; typer.run(serve)"
@@ -65,6 +66,17 @@ def test_wrong_options(store: str, tmp_path: Path) -> None:
 def test_a_folder_without_a_store(tmp_path: Path) -> None:
     assert isinstance(refused("--store", str(tmp_path / "none")), StoreFormatError)
     assert not (tmp_path / "none").exists()
+
+
+def test_a_port_in_use_is_told_before_the_model_is_loaded(
+    store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KnowledgeBase, "open", pytest.fail)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        error = refused("--store", store, "--port", str(port))
+    assert isinstance(error, ServerError) and error.exit_code == 1
+    assert f"port {port}" in str(error) and "--port" in str(error)
 
 
 def test_missing_packages_are_named(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
