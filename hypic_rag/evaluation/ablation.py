@@ -96,7 +96,7 @@ STAGES = (
     Stage("conditioning", 8, _default("served", "document", "other+6", "previous")),
     Stage("modes", 4, MODES),
     Stage("modes", 8, (*MODES, ADDED_ROPE, *_modes("none", parts=True))),
-    Stage("seams", 8, _sweep("other", tails=True), ("one_fact", "first_sentence")),
+    Stage("seams", 8, _sweep("other", tails=True)),
     Stage("conditioning", 16, _default("served", "document", "other+6")),
     Stage("conditioning", 4, _default("served", "document", "other+6")),
     Stage("seams", 16, _sweep("other", tails=True), ("one_fact", "first_sentence")),
@@ -210,7 +210,8 @@ def report(model: HybridModel, records: Records, rows: Sequence[Row]) -> str:
     parts.append(("Prefixes", prefixes_table(rows, records)))
     for chunks in sizes:
         for name, category in (
-            ("other", "one_fact"), ("other", "first_sentence"), ("none", "one_fact")
+            ("other", "all"), ("other", "one_fact"), ("other", "first_sentence"),
+            ("none", "one_fact"),
         ):  # fmt: skip
             body = seams_table(rows, chunks, category, name)
             kind = category.replace("_", " ")
