@@ -93,15 +93,19 @@ def test_a_budget_for_everything_is_full_recompute(kb: KnowledgeBase) -> None:
 
 
 def test_fidelity_does_not_fall_as_the_budget_grows(kb: KnowledgeBase) -> None:
-    """Mean KL over fixed generated questions, on passages that nobody has scored."""
+    """Mean KL over fixed generated questions, on passages that nobody has scored.
+
+    One question may go the other way: a repaired passage changes what the next ones' states stand
+    behind. Three contexts are too few for a mean in which one question doesn't decide.
+    """
     maker = TrialMaker(kb.model, (12, 20))
-    found: dict[int, list[float]] = {budget: [] for budget in (0, 30, 60, ALL)}
-    for seed in range(3):
-        texts, questions = maker.draw(seed, 4)
+    found: dict[int, list[float]] = {budget: [] for budget in (0, 30, 60, 120, ALL)}
+    for seed in range(8):
+        context, questions = maker.draw(seed, 4)
         for question in questions:
             exact = None
             for budget, divergences in found.items():
-                stream = kb.stream_from(question.text, texts, repair_tokens=budget)
+                stream = kb.stream_from(question.text, context.chunks, repair_tokens=budget)
                 stream.stop()
                 if exact is None:
                     exact = kb.engine.prefill(stream.context.token_ids).logits
