@@ -100,7 +100,7 @@ STAGES = (
     Stage("conditioning", 16, _default("served", "document", "other+6")),
     Stage("conditioning", 4, _default("served", "document", "other+6")),
     Stage("seams", 16, _sweep("other", tails=True), ("one_fact", "first_sentence")),
-    Stage("seams", 4, _sweep("other", tails=True), ("one_fact", "first_sentence")),
+    Stage("seams", 4, _sweep("other", tails=True)),
     Stage("more prefixes", 8, _default("newline", "other+2", "previous3")),
     Stage("isolated seams", 8, _sweep("none", tails=False), ("one_fact",)),
 )
