@@ -27,6 +27,7 @@ from hypic_rag.config import (
     Seam,
     Settings,
     parse_state_precision,
+    text_or_file,
 )
 from hypic_rag.errors import ConfigError, HypicError
 
@@ -442,8 +443,8 @@ def _open(
     widths = Seam.parse(settings.seam if seam is None else seam)
     precision = settings.state_precision if state_precision is None else state_precision
     parse_state_precision(precision)
-    served = _text(settings.system_prompt if system_prompt is None else system_prompt)
-    behind = _text(settings.conditioning if conditioning is None else conditioning)
+    served = text_or_file(settings.system_prompt if system_prompt is None else system_prompt)
+    behind = text_or_file(settings.conditioning if conditioning is None else conditioning)
     fixed = (conditioning, chunk_tokens, seam, state_precision)
     if _holds_store(store) and any(value is not None for value in fixed):
         raise ConfigError(
@@ -478,16 +479,6 @@ def _plain(value: object) -> str:
     if isinstance(value, tuple):
         return "; ".join(map(str, value)) or "none"
     return str(value)
-
-
-def _text(value: str | None) -> str | None:
-    """``value``, or the content of the file it names as ``@FILE``."""
-    if value is None or not value.startswith("@"):
-        return value
-    try:
-        return Path(value[1:]).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{value[1:]} can't be read as text ({error}): check the file.") from None
 
 
 def _top_k(option: int | None, settings: Settings) -> int:

@@ -19,6 +19,7 @@ __all__ = [
     "Seam",
     "Settings",
     "parse_state_precision",
+    "text_or_file",
 ]
 
 STATE_PRECISIONS = ("exact", "half", "low rank", "compact", "smallest")
@@ -247,3 +248,17 @@ class Settings:
                     f"but is {value!r}."
                 )
         return cls(**values)
+
+
+def text_or_file(value: str | None) -> str | None:
+    """``value``, or the content of the file that it names as ``@FILE``.
+
+    Raises:
+        ConfigError: the file can't be read as text.
+    """
+    if value is None or not value.startswith("@"):
+        return value
+    try:
+        return Path(value[1:]).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{value[1:]} can't be read as text ({error}): check the file.") from None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hypic_rag.config import Mode, Settings
+from hypic_rag.config import Mode, Settings, text_or_file
 from hypic_rag.errors import ConfigError, ServerError
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def serve(
     with KnowledgeBase.open(
         store,
         model or settings.model,
-        system_prompt=_text(prompt),
+        system_prompt=text_or_file(prompt),
         tenant=settings.tenant if tenant is None else tenant,
         create=False,
         read_only=read_only,
@@ -248,13 +248,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
-
-
-def _text(value: str | None) -> str | None:
-    """``value``, or the content of the file it names as ``@FILE``."""
-    if value is None or not value.startswith("@"):
-        return value
-    try:
-        return Path(value[1:]).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{value[1:]} can't be read as text ({error}): check the file.") from None
