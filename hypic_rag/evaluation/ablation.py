@@ -99,7 +99,7 @@ STAGES = (
     Stage("seams", 8, _sweep("other", tails=True)),
     Stage("conditioning", 16, _default("served", "document", "other+6")),
     Stage("conditioning", 4, _default("served", "document", "other+6")),
-    Stage("seams", 16, _sweep("other", tails=True), ("one_fact", "first_sentence")),
+    Stage("seams", 16, _sweep("other", tails=True)),
     Stage("seams", 4, _sweep("other", tails=True)),
     Stage("more prefixes", 8, _default("newline", "other+2", "previous3")),
     Stage("isolated seams", 8, _sweep("none", tails=False), ("one_fact",)),
@@ -181,7 +181,7 @@ def ablation_records(model: HybridModel, folder: Path) -> Records:
     return {
         key: record
         for key, record in records.items()
-        if not record.cell.startswith(("idea/", "precision/"))
+        if not record.cell.startswith(("idea/", "precision/", "retrieved/"))
     }
 
 

@@ -119,12 +119,12 @@ def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def goals_table(rows: Sequence[Row]) -> str:
-    """The default mode behind another prompt, in every category, against its goals."""
+def goals_table(rows: Sequence[Row], cell: Cell = DEFAULT) -> str:
+    """One cell, by default the default mode behind another prompt, against the goals."""
     body = []
     for chunks, goal in GOALS.items():
         for category in TITLES:
-            row = select(rows, chunks, category).get(DEFAULT.name)
+            row = select(rows, chunks, category).get(cell.name)
             full = select(rows, chunks, category).get("full")
             if row is None or full is None:
                 continue

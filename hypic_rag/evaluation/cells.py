@@ -40,6 +40,7 @@ CONDITIONINGS = {
     "document": "a generic text in place of the system prompt",
     "other+2": "the other prompt and two generic segments",
     "other+6": "the other prompt and six generic segments",
+    "served+6": "the system prompt that is served and six generic segments",
     "previous": "the other prompt and the text in front of the segment in its document",
     "previous3": "the other prompt and the three texts in front of it in its document",
 }
@@ -138,12 +139,13 @@ class Conditioner:
         """The prefix called ``name`` where all of a trial's segments share one."""
         if name == "served":
             return trial.base
-        if name not in self._held:
-            ids = self._ids(name)
-            self._held[name] = self._maker.context_of(ids) if ids else None
-        return self._held[name]
+        key = f"{name} {trial.system}" if name == "served+6" else name
+        if key not in self._held:
+            ids = self._ids(name, trial)
+            self._held[key] = self._maker.context_of(ids) if ids else None
+        return self._held[key]
 
-    def _ids(self, name: str) -> tuple[int, ...]:
+    def _ids(self, name: str, trial: Trial) -> tuple[int, ...]:
         prompt = self._maker.prompt
         match name:
             case "none":
@@ -154,8 +156,9 @@ class Conditioner:
                 return prompt.prefix(OTHER_PROMPT)
             case "document":
                 return prompt.prefix(GENERIC_DOCUMENT)
-            case "other+2" | "other+6":
-                ids = list(prompt.prefix(OTHER_PROMPT))
+            case "other+2" | "other+6" | "served+6":
+                served = name.startswith("served")
+                ids = list(prompt.prefix(trial.system if served else OTHER_PROMPT))
                 for text in generic_texts(int(name[-1])):
                     ids.extend(prompt.text(text))
                 return tuple(ids)

@@ -120,7 +120,8 @@ def read_questions(path: Path) -> list[Question]:
         ConfigError: the file can't be read, a line isn't such an object, or there's no line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines(): a line separator of Unicode may stand inside a JSON string as it is.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"The questions {path} can't be read: {error}.") from None
     questions = []

@@ -65,6 +65,11 @@ ENTRIES = {
         "context": [["Ferry", ["A ferry. ", "It floats."]], ["Mill", ["A mill."]]],
         "answer": "Orla",
     },
+    "columns": {
+        "question": "Who?",
+        "context": {"title": ["Ferry", "Mill"], "sentences": [["A ferry."], ["A mill."]]},
+        "answer": "Orla",
+    },
     "musique": {
         "question": "Who?",
         "paragraphs": [
@@ -90,6 +95,26 @@ def test_sets_are_read_from_local_files(form: str, array: bool, tmp_path: Path) 
     assert items[0].question == "Who?" and items[0].references[0] == "Orla"
     assert "ferry" in items[0].segments[0] and "mill" in items[0].segments[1]
     assert items[0].metric == "f1"
+
+
+def test_separators_inside_strings_and_marks_in_front_are_no_line_ends(tmp_path: Path) -> None:
+    """Sets are often written without escapes, and on Windows with a byte order mark."""
+    path = tmp_path / "set.jsonl"
+    entry = {"input": "Who?", "context": "A\u2028ferry\x85 and a mill.", "answers": ["Orla"]}
+    line = json.dumps(entry, ensure_ascii=False)
+    path.write_text(f"{line}\r\n{line}\n", encoding="utf-8-sig")
+    items = list(load_dataset("hotpotqa", path, split=lambda text: [text]))
+    assert [item.segments for item in items] == [(entry["context"],)] * 2
+
+
+def test_what_follows_the_answer_line_counts_only_where_longbench_says(tmp_path: Path) -> None:
+    path = tmp_path / "set.jsonl"
+    path.write_text(json.dumps({"input": "Who?", "context": "A mill.", "answers": ["Orla Venn"]}))
+    for name, score in (("triviaqa", 1.0), ("hotpotqa", 0.5)):
+        (item,) = load_dataset(name, path, split=lambda text: [text])
+        answer = "\nOrla Venn\nQuestion: what?\nAnswer: that"
+        found = METRICS[item.metric](answer, item.references)
+        assert found == pytest.approx(score)
 
 
 def test_summaries_get_their_instruction(tmp_path: Path) -> None:

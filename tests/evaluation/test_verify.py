@@ -173,6 +173,8 @@ def test_question_files(tmp_path: Path) -> None:
     path = tmp_path / "questions.jsonl"
     path.write_text('{"question": "a?", "answer": "b"}\n\n{"question": "c?", "answers": ["d"]}\n')
     assert read_questions(path) == [Question("a?", ("b",)), Question("c?", ("d",))]
+    path.write_text('{"question": "a\u2028b?"}\r\n{"question": "c?"}', encoding="utf-8-sig")
+    assert [question.text for question in read_questions(path)] == ["a\u2028b?", "c?"]
     for line, message in [
         ("{", "line 1"),
         ('{"answer": "b"}', "no text under 'question'"),

@@ -1,0 +1,226 @@
+"""The default mode as it's served: segments in the order that retrieval gives, against its goals.
+
+The ablation's contexts and questions; for every question the context's chunks are ranked by the
+library's own retriever, all of them are put into the prompt best first, and every row is compared
+with full recompute of that order::
+
+    python -m hypic_rag.evaluation.retrieved --out results --shard 0/2
+    python -m hypic_rag.evaluation.retrieved --out results --report
+
+Results stand beside the ablation's, in the same form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from hypic_rag.config import Mode, Seam
+from hypic_rag.engine.engine import load_model
+from hypic_rag.evaluation.ablation_tables import complete, goals_table, to_json
+from hypic_rag.evaluation.cells import (
+    Cell,
+    Conditioner,
+    Encodings,
+    Outcome,
+    reference_outcomes,
+    run_cell,
+)
+from hypic_rag.evaluation.runs import Found, Record, parse_shard, read_records, run_missing
+from hypic_rag.evaluation.summary import Row, summarize
+from hypic_rag.evaluation.trials import Asked, Trial, TrialMaker
+from hypic_rag.families.model import HybridModel
+from hypic_rag.ingest.chunking import SEPARATOR
+from hypic_rag.ingest.embedder import Embedder, MiniLmEmbedder
+from hypic_rag.retrieval import Retriever
+from hypic_rag.states import SegmentState
+from hypic_rag.store import ChunkRecord, DocumentRecord, SegmentStore, StoreSettings
+
+__all__ = ["CELLS", "PREFIX", "Order", "one_question_each", "retrieval_orders", "run"]
+
+_Item = TypeVar("_Item")
+
+PREFIX = "retrieved/"
+"""What names of these cells begin with."""
+_FULL = PREFIX + "full"
+CELLS = tuple(
+    Cell(conditioning, Mode.SEAM, Seam())
+    for conditioning in ("served", "served+6", "other", "other+6")
+)
+"""The default seam behind different prefixes; what's served is always the context's own prompt."""
+
+Order = Callable[[Trial, Asked], Sequence[int]]
+"""The numbers of a trial's segments in the order in which a question finds them."""
+
+
+def retrieval_orders(trials: Iterable[Trial], embedder: Embedder) -> Order:
+    """The library's retrieval over each trial's own chunks, all of them, best first."""
+    found: dict[tuple[int, str], list[int]] = {}
+    for trial in trials:
+        with tempfile.TemporaryDirectory() as scratch, _index(trial, scratch, embedder) as store:
+            retriever = Retriever(store, embedder)
+            for asked in trial.asked:
+                sources = retriever.retrieve(asked.text, top_k=len(trial.segments))
+                found[trial.seed, asked.category] = [source.chunk for source in sources]
+    return lambda trial, asked: found[trial.seed, asked.category]
+
+
+def _index(trial: Trial, scratch: str, embedder: Embedder) -> SegmentStore:
+    """A store of a trial's chunks with their vectors, without states."""
+    store = SegmentStore.create(Path(scratch) / "kb", StoreSettings(dimension=embedder.dimension))
+    texts = [segment.text.removesuffix(SEPARATOR) for segment in trial.segments]
+    document = DocumentRecord(
+        source="context",
+        title="",
+        content_sha256="0" * 64,
+        bytes=sum(map(len, texts)),
+        mtime_ns=0,
+        media_type="text/plain",
+    )
+    rows = zip(texts, trial.segments, embedder.embed(texts), strict=True)
+    store.put_document(document, [ChunkRecord(text, s.token_ids, v) for text, s, v in rows])
+    return store
+
+
+def one_question_each(maker: TrialMaker, trials: Iterable[Trial], order: Order) -> list[Trial]:
+    """Per question a trial of its own, its segments in the question's order, recomputed in full."""
+    return [
+        maker.with_references(
+            replace(
+                trial,
+                segments=_ordered(trial.segments, order(trial, asked)),
+                asked=(asked,),
+                references=(),
+                earlier=(),
+            )
+        )
+        for trial in trials
+        for asked in trial.asked
+    ]
+
+
+def _ordered(items: Sequence[_Item], order: Sequence[int]) -> tuple[_Item, ...]:
+    if sorted(order) != list(range(len(items))):
+        raise ValueError(f"An order of {len(items)} segments was expected, got {list(order)}.")
+    return tuple(items[index] for index in order)
+
+
+def run(
+    model: HybridModel,
+    folder: Path,
+    *,
+    contexts: int,
+    sizes: Sequence[int] = (4, 8, 16),
+    shard: tuple[int, int] = (0, 1),
+    unit: int = 4,
+    words: tuple[int, int] = (30, 110),
+    cells: Sequence[Cell] = CELLS,
+    embedder: Embedder | None = None,
+) -> None:
+    """Run what's missing and append it to this shard's file.
+
+    Args:
+        model: the model, with its tokenizer.
+        folder: where results go.
+        contexts: per size; each has one question of every category.
+        sizes: numbers of chunks.
+        shard: this process's number and how many there are.
+        unit: contexts at once, at 8 chunks.
+        words: shortest and longest chunk in words.
+        cells: ways of encoding.
+        embedder: of the retrieval; by default the one that ships.
+    """
+    maker = TrialMaker(model, words)
+    conditioner = Conditioner(maker)
+    embedder = embedder or MiniLmEmbedder()
+    by_name = {PREFIX + cell.name: cell for cell in cells}
+
+    def measure(trials: list[Trial], names: list[str]) -> Found:
+        order = retrieval_orders(trials, embedder)
+        moved = one_question_each(maker, trials, order)
+        if _FULL in names:
+            yield _FULL, _per_trial(trials, map(reference_outcomes, moved))
+        for name in names:
+            if name == _FULL:
+                continue
+            cell = by_name[name]
+            bases = [conditioner.behind(cell.conditioning, trial) for trial in trials]
+            states = Encodings(model, trials, bases, [cell.seam]).states(cell.seam)
+            held: list[tuple[SegmentState | None, ...]] = [
+                _ordered(mine, order(trial, asked))
+                for trial, mine in zip(trials, states, strict=True)
+                for asked in trial.asked
+            ]
+            yield name, _per_trial(trials, run_cell(model, moved, held, cell.mode))
+
+    for chunks in sizes:
+        run_missing(
+            maker,
+            folder,
+            [_FULL, *by_name],
+            measure,
+            chunks=chunks,
+            contexts=contexts,
+            shard=shard,
+            unit=max(1, unit * 8 // chunks),
+        )
+
+
+def _per_trial(trials: Sequence[Trial], outcomes: Iterable[list[Outcome]]) -> list[list[Outcome]]:
+    """One outcome per question, put together per trial."""
+    one: Iterator[Outcome] = (outcome for mine in outcomes for outcome in mine)
+    return [[next(one) for _ in trial.asked] for trial in trials]
+
+
+def retrieved_rows(model: HybridModel, folder: Path) -> list[Row]:
+    """Rows of what was measured here, beside full recompute of the same order."""
+    records = read_records(folder, model).values()
+    mine: list[Record] = [
+        replace(record, cell=record.cell.removeprefix(PREFIX))
+        for record in records
+        if record.cell.startswith(PREFIX)
+    ]
+    return complete(summarize(mine))
+
+
+def to_markdown(rows: Sequence[Row]) -> str:
+    """Per way of encoding the table against the goals."""
+    parts = []
+    for name in dict.fromkeys(row.cell for row in rows if row.cell != "full"):
+        cell = Cell.parse(name)
+        parts.append(f"### Behind {cell.conditioning}\n\n{goals_table(rows, cell)}\n")
+    return "\n".join(parts)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--model", default="small", help="name or folder of the model")
+    parser.add_argument("--contexts", type=int, default=500)
+    parser.add_argument("--chunks", type=int, nargs="*", default=(4, 8, 16))
+    parser.add_argument("--shard", type=parse_shard, default=(0, 1), help="NUMBER/COUNT")
+    parser.add_argument("--report", action="store_true", help="print the tables instead")
+    parser.add_argument("--json", type=Path, help="with a report: also write all rows here")
+    chosen = parser.parse_args(arguments)
+    model = load_model(chosen.model)
+    if not chosen.report:
+        run(model, chosen.out, contexts=chosen.contexts, sizes=chosen.chunks, shard=chosen.shard)
+        return
+    rows = retrieved_rows(model, chosen.out)
+    sys.stdout.write(to_markdown(rows))
+    if chosen.json:
+        lines = ",\n".join(json.dumps(line) for line in to_json(rows))
+        chosen.json.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
