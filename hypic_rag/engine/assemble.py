@@ -49,6 +49,8 @@ class Request:
         question: token ids behind the segments; at least one.
         base: a finished cache in front (resident system prompt, or the session so far).
         lead: token ids between the base and the segments, such as the end of the last answer.
+        renewed: per segment how many of its interior's first tokens run beside its state, so that
+            their keys and values are of the true context; none by default.
     """
 
     segments: tuple[Segment, ...]
@@ -56,6 +58,7 @@ class Request:
     question: tuple[int, ...]
     base: Context | None = None
     lead: tuple[int, ...] = ()
+    renewed: tuple[int, ...] = ()
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -110,7 +113,9 @@ def plan_of(request: Request) -> RequestPlan:
             )
         seams.append(state.seam if state else None)
     base = request.base.length if request.base else 0
-    return plan_request(base, request.segments, seams, request.question, request.lead)
+    return plan_request(
+        base, request.segments, seams, request.question, request.lead, request.renewed
+    )
 
 
 def assemble(

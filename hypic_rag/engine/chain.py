@@ -13,7 +13,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hypic_rag.engine.layout import BeginCapture, Bucket, ChunkStep, Layout, ReuseStep
+from hypic_rag.engine.layout import (
+    BeginCapture,
+    Bucket,
+    ChunkStep,
+    EndCapture,
+    ForkStep,
+    Layout,
+    ReuseStep,
+)
 from hypic_rag.operators import AffineMap, Dense
 from hypic_rag.ops.fla_scan import FlaKernel, scan_rows
 from hypic_rag.ops.gated_delta_rule import CHUNK, ChunkFactors, advance_, chunk_factors
@@ -93,6 +101,7 @@ def walk(
             columns[request, ..., :values] = state
     outputs = [torch.empty_like(bucket.writes) for bucket in factors]
     begun: dict[int, Tensor] = {}
+    forked: dict[int, Tensor] = {}
     maps: dict[int, AffineMap] = {}
     for step in layout.steps:
         if isinstance(step, ChunkStep):
@@ -113,8 +122,12 @@ def walk(
         elif isinstance(step, BeginCapture):
             begun[step.request] = columns[step.request, ..., :values].clone()
             columns[step.request, ..., values:] = torch.eye(keys, device=columns.device)
-        else:
+        elif isinstance(step, EndCapture):
             maps[step.request] = captured_map(columns[step.request], begun.pop(step.request))
+        elif isinstance(step, ForkStep):
+            forked[step.request] = columns[step.request].clone()
+        else:
+            columns[step.request] = forked.pop(step.request)
     flat = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outputs])
     return Walked(flat[layout.scatter], columns[..., :values], maps)
 

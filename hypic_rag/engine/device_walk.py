@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from hypic_rag.engine.chain import Tokens, Walked, Walker, walk
-from hypic_rag.engine.layout import BeginCapture, Chunk, Layout, ReuseStep
+from hypic_rag.engine.layout import (
+    BeginCapture,
+    Chunk,
+    EndCapture,
+    ForkStep,
+    Layout,
+    ReuseStep,
+)
 from hypic_rag.operators import AffineMap, Dense
 from hypic_rag.ops import triton_gated_delta as kernels
 from hypic_rag.ops import triton_gather
@@ -54,8 +61,12 @@ class DeviceTables:
                     rows.append((kernels.REUSE, operation.reuse, 0))
                 elif isinstance(operation, BeginCapture):
                     rows.append((kernels.BEGIN, slots[operation.request], 0))
-                else:
+                elif isinstance(operation, EndCapture):
                     rows.append((kernels.END, slots[operation.request], 0))
+                elif isinstance(operation, ForkStep):
+                    rows.append((kernels.FORK, 0, 0))
+                else:
+                    rows.append((kernels.JOIN, 0, 0))
             first.append(len(rows))
         self._operations = (self._table(rows, torch.int32), self._table(first, torch.int32))
         short, long_ = (
@@ -177,7 +188,7 @@ def _blocks(spans: Spans, before: int, base: int) -> list[tuple[int, int, int, i
         moves.append((0, run.start, run.end - run.start, run.position, run.position))
     for cached in spans.cached:
         turn = cached.position if cached.stays is None else cached.stays
-        moves.append((cached.interior + 1, 0, cached.length, cached.position, turn))
+        moves.append((cached.interior + 1, cached.first, cached.length, cached.position, turn))
     size = triton_gather.BLOCK
     return [
         (

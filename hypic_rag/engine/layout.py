@@ -25,7 +25,9 @@ __all__ = [
     "Chunk",
     "ChunkStep",
     "EndCapture",
+    "ForkStep",
     "Interior",
+    "JoinStep",
     "Layout",
     "ReuseStep",
     "Write",
@@ -79,6 +81,20 @@ class EndCapture:
 
 
 @dataclass(frozen=True)
+class ForkStep:
+    """What acts on ``request`` from here to :class:`JoinStep` leaves its state as it is here."""
+
+    request: int
+
+
+@dataclass(frozen=True)
+class JoinStep:
+    """The state of ``request`` goes on from its :class:`ForkStep`."""
+
+    request: int
+
+
+@dataclass(frozen=True)
 class Chunk:
     """Packed tokens from ``start`` act on one request as one chunk."""
 
@@ -86,18 +102,22 @@ class Chunk:
     length: int
 
 
-Step = ChunkStep | ReuseStep | BeginCapture | EndCapture
-Operation = Chunk | ReuseStep | BeginCapture | EndCapture
+Step = ChunkStep | ReuseStep | BeginCapture | EndCapture | ForkStep | JoinStep
+Operation = Chunk | ReuseStep | BeginCapture | EndCapture | ForkStep | JoinStep
 
 
 @dataclass(frozen=True)
 class Interior:
-    """A cached interior: segment ``segment`` of ``request`` at positions from ``start``."""
+    """A cached interior: segment ``segment`` of ``request`` at positions from ``start``.
+
+    Its first ``renewed`` tokens run in the pass as well.
+    """
 
     request: int
     segment: int
     start: int
     length: int
+    renewed: int = 0
 
 
 @dataclass(frozen=True)
@@ -177,6 +197,8 @@ class _Builder:
     captures: list[Capture] = field(default_factory=list)
     operations: list[list[Operation]] = field(default_factory=list)
     writes: list[list[Write]] = field(default_factory=list)
+    renewed: list[dict[int, int]] = field(default_factory=list)
+    """Per request, by run: how many of its last tokens are an interior's renewed ones."""
 
     def build(self, device: torch.device) -> Layout:
         for request, plan in enumerate(self.plans):
@@ -209,6 +231,7 @@ class _Builder:
         """Pack one request's computed tokens and list what acts on its state."""
         operations: list[Operation] = []
         writes: list[Write] = []
+        renewed: dict[int, int] = {}
         pending = 0  # computed tokens that no operation covers yet
 
         def flush() -> None:
@@ -218,30 +241,45 @@ class _Builder:
                 operations.append(Chunk(start, min(self.chunk, end - start)))
             pending = 0
 
-        for piece in plan.pieces:
-            if not isinstance(piece, Computed):
-                flush()
-                operations.append(ReuseStep(request, len(self.interiors)))
-                self.interiors.append(Interior(request, piece.segment, piece.start, piece.length))
-                continue
+        def run(token_ids: Sequence[int], position: int) -> None:
+            nonlocal pending
             start = len(self.token_ids)
-            if piece.capture:
-                flush()
-                operations.append(BeginCapture(request))
-            self.token_ids.extend(piece.token_ids)
-            self.positions.extend(range(piece.start, piece.start + piece.length))
-            pending += piece.length
-            if piece.capture:
-                flush()
-                operations.append(EndCapture(request))
-                self.captures.append(Capture(request, start, start + piece.length))
-            if writes and writes[-1].position + writes[-1].end - writes[-1].start == piece.start:
+            self.token_ids.extend(token_ids)
+            self.positions.extend(range(position, position + len(token_ids)))
+            pending += len(token_ids)
+            if writes and writes[-1].position + writes[-1].end - writes[-1].start == position:
                 writes[-1] = Write(writes[-1].start, len(self.token_ids), writes[-1].position)
             else:
-                writes.append(Write(start, len(self.token_ids), piece.start))
+                writes.append(Write(start, len(self.token_ids), position))
+
+        for piece in plan.pieces:
+            if isinstance(piece, Computed):
+                start = len(self.token_ids)
+                if piece.capture:
+                    flush()
+                    operations.append(BeginCapture(request))
+                run(piece.token_ids, piece.start)
+                if piece.capture:
+                    flush()
+                    operations.append(EndCapture(request))
+                    self.captures.append(Capture(request, start, start + piece.length))
+                continue
+            flush()
+            count = len(piece.renewed)
+            if count:
+                operations.append(ForkStep(request))
+                run(piece.renewed, piece.start)
+                flush()
+                operations.append(JoinStep(request))
+                renewed[len(writes) - 1] = count
+            operations.append(ReuseStep(request, len(self.interiors)))
+            self.interiors.append(
+                Interior(request, piece.segment, piece.start, piece.length, count)
+            )
         flush()
         self.operations.append(operations)
         self.writes.append(writes)
+        self.renewed.append(renewed)
 
     def _convolution(self) -> tuple[list[int], list[int], list[list[int]], list[list[int]]]:
         """Edges, openings, their windows, and the final inputs of each request."""
@@ -259,25 +297,26 @@ class _Builder:
         for request, plan in enumerate(self.plans):
             base = 1 + past * request
             seen = [0] * self.kernel + list(range(base, base + past))
-            writes = iter(self.writes[request])
+            writes = iter(enumerate(self.writes[request]))
             in_run = False
             for piece in plan.pieces:
-                if not isinstance(piece, Computed):
-                    seen = (seen + list(next(reused)))[-self.kernel :]
-                    in_run = False
-                elif not in_run:
-                    write = next(writes)
+                if not in_run and (isinstance(piece, Computed) or piece.renewed):
+                    number, write = next(writes)
                     length = write.end - write.start
-                    near = sorted({*range(min(past, length)), *range(length)[-self.kernel :]})
+                    # What follows a renewed run looks back at the cached interior, not at it.
+                    lasting = range(length - self.renewed[request].get(number, 0))[-self.kernel :]
+                    near = sorted({*range(min(past, length)), *lasting})
                     rows = {place: offset + len(edges) + i for i, place in enumerate(near)}
                     edges.extend(write.start + place for place in near)
                     for place in range(min(past, length)):
                         openings.append(write.start + place)
                         own = [rows[earlier] for earlier in range(place + 1)]
                         windows.append((seen + own)[-self.kernel :])
-                    last = [rows[place] for place in range(length)[-self.kernel :]]
-                    seen = (seen + last)[-self.kernel :]
+                    seen = (seen + [rows[place] for place in lasting])[-self.kernel :]
                     in_run = True
+                if not isinstance(piece, Computed):
+                    seen = (seen + list(next(reused)))[-self.kernel :]
+                    in_run = False
             conv_end.append(seen[-self.kernel :])
         return edges, openings, windows, conv_end
 

@@ -6,13 +6,22 @@ each cached interior is applied to that cache by hand. The packed pass has to eq
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
 from hypic_rag.config import Mode
 from hypic_rag.engine.assemble import Request, plan_of
-from hypic_rag.engine.context import Context, forward, linear_state, new_cache, set_linear_state
-from hypic_rag.engine.plan import Computed, RequestPlan
+from hypic_rag.engine.context import (
+    Context,
+    attention_kv,
+    forward,
+    linear_state,
+    new_cache,
+    set_linear_state,
+)
+from hypic_rag.engine.plan import Computed, RequestPlan, Reused
 from hypic_rag.errors import ConfigError
 from hypic_rag.families.model import HybridModel
 from hypic_rag.ops.rope import rotate
@@ -46,24 +55,44 @@ def assemble_sequentially(
                     f"Segment {piece.segment} has a pending state, but the oracle encodes nothing: "
                     "give it encoded ones."
                 )
+            branch = None
+            if piece.renewed:
+                branch = copy.deepcopy(cache)
+                run = forward(model.module, piece.renewed, piece.start, branch, all_logits=True)
+                logits.append(run)
             with torch.inference_mode():
-                _apply_interior(model, cache, state, piece.start, mode)
+                _apply_interior(model, cache, state, piece, mode, branch)
     computed = torch.cat(logits)
     return Context(request.token_ids, cache, computed[-1]), computed
 
 
 def _apply_interior(
-    model: HybridModel, cache: object, state: SegmentState, start: int, mode: Mode
+    model: HybridModel,
+    cache: object,
+    state: SegmentState,
+    piece: Reused,
+    mode: Mode,
+    branch: object | None,
 ) -> None:
-    """Let one cached interior act on the library's cache, layer by layer."""
+    """Let one cached interior act on the library's cache, layer by layer.
+
+    ``branch`` is a cache in which the piece's renewed tokens ran: their keys and values are taken
+    from there.
+    """
     first, end = state.interior
-    seen = start if mode.moves_keys else state.offset + first
+    seen = piece.start if mode.moves_keys else state.offset + first
+    renewed = slice(piece.start, piece.start + len(piece.renewed))
     where = torch.arange(seen, seen + end - first, device=model.device)
     cos, sin = model.family.rotary(model.decoder, model.embedding_like(), where)
     for index, (held, spec) in enumerate(zip(state.layers, model.layers, strict=True)):
         if isinstance(held, AttentionState):
-            keys = rotate(held.keys, cos, sin).unsqueeze(0)
-            cache.layers[index].update(keys, held.values.unsqueeze(0))  # type: ignore[attr-defined]
+            keys, values = rotate(held.keys, cos, sin).unsqueeze(0), held.values.unsqueeze(0)
+            if branch is not None:
+                fresh_keys, fresh_values = attention_kv(branch, index)
+                keys[0, :, : len(piece.renewed)] = fresh_keys[:, renewed]
+                values = values.clone()
+                values[0, :, : len(piece.renewed)] = fresh_values[:, renewed]
+            cache.layers[index].update(keys, values)  # type: ignore[attr-defined]
             continue
         layer = cache.layers[index]  # type: ignore[attr-defined]
         shape = (spec.heads, spec.key_dim, spec.value_dim)  # type: ignore[union-attr]

@@ -471,8 +471,9 @@ def gather(
         full_values[:, place] = values[:, run.start : run.end]
     for cached in spans.cached:
         place = slice(cached.position, cached.position + cached.length)
-        full_keys[:, place] = interiors[cached.interior].keys
-        full_values[:, place] = interiors[cached.interior].values
+        held = slice(cached.first, cached.first + cached.length)
+        full_keys[:, place] = interiors[cached.interior].keys[:, held]
+        full_values[:, place] = interiors[cached.interior].values[:, held]
     cos, sin = table
     if spans.moves_keys:
         rotate_(full_keys[:, first:], cos[first : spans.length], sin[first : spans.length])
@@ -485,15 +486,16 @@ def gather(
 
 @dataclass(frozen=True)
 class Cached:
-    """Cached interior ``interior`` stands at ``position``.
+    """``length`` tokens of cached interior ``interior``, from its ``first`` one, at ``position``.
 
-    Its keys turn to there or, with ``stays``, as if they stood where they were encoded.
+    Their keys turn to there or, with ``stays``, as if they stood where they were encoded.
     """
 
     interior: int
     position: int
     length: int
     stays: int | None = None
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -531,6 +533,8 @@ def _spans(
     cached = []
     for number, (interior, state) in enumerate(zip(layout.interiors, states, strict=True)):
         if interior.request == request:
-            stays = None if mode.moves_keys else state.offset + state.interior[0]
-            cached.append(Cached(number, interior.start, interior.length, stays))
+            first = interior.renewed
+            stays = None if mode.moves_keys else state.offset + state.interior[0] + first
+            length = interior.length - first
+            cached.append(Cached(number, interior.start + first, length, stays, first))
     return Spans(layout.plans[request].length, layout.writes[request], tuple(cached))

@@ -49,12 +49,18 @@ class Computed:
 
 @dataclass(frozen=True)
 class Reused:
-    """Tokens at ``start, start + 1, …`` whose cached interior stands in for them."""
+    """Tokens at ``start, start + 1, …`` whose cached interior stands in for them.
+
+    The first of them may be ``renewed``: they run as well, behind what really stands in front of
+    them, and their own keys and values take the place of cached ones. The recurrent states still
+    go on from the interior's operators, which are of the whole interior and can't be cut.
+    """
 
     start: int
     length: int
     segment: int
     part: Part = Part.INTERIOR
+    renewed: tuple[int, ...] = field(default=(), repr=False)
 
 
 Piece = Computed | Reused
@@ -76,6 +82,11 @@ class RequestPlan:
                     f"starts at {position}, got {piece.part} at {piece.start} "
                     f"with {piece.length} tokens."
                 )
+            if isinstance(piece, Reused) and len(piece.renewed) >= piece.length:
+                raise ConfigError(
+                    f"An interior of {piece.length} tokens can't have {len(piece.renewed)} of them "
+                    "renewed and be reused: compute it."
+                )
             position += piece.length
         if not self.pieces or not isinstance(self.pieces[-1], Computed):
             raise ConfigError("A plan must end with computed tokens: the question can't be empty.")
@@ -88,11 +99,14 @@ class RequestPlan:
     @property
     def computed(self) -> int:
         """Tokens that run through the model."""
-        return sum(piece.length for piece in self.pieces if isinstance(piece, Computed))
+        return sum(
+            piece.length if isinstance(piece, Computed) else len(piece.renewed)
+            for piece in self.pieces
+        )
 
     @property
     def reused(self) -> int:
-        """Tokens that don't: the base and the cached interiors."""
+        """Tokens that don't: the base, and the cached interiors but for what's renewed."""
         return self.length - self.computed
 
     def runs(self) -> Iterator[list[Computed]]:
@@ -113,6 +127,8 @@ class RequestPlan:
             lines.append(f"{'base':<10}{'':>8}{0:>8}{self.base:>8}  ready cache")
         for piece in self.pieces:
             how = "computed" if isinstance(piece, Computed) else "cached state"
+            if isinstance(piece, Reused) and piece.renewed:
+                how += f", the first {len(piece.renewed)} renewed"
             segment = "" if piece.segment is None else piece.segment
             lines.append(f"{piece.part:<10}{segment:>8}{piece.start:>8}{piece.length:>8}  {how}")
         lines.append(f"{self.length} tokens: {self.reused} reused, {self.computed} computed")
@@ -125,6 +141,7 @@ def plan_request(
     seams: Sequence[Seam | None],
     question: Sequence[int],
     lead: Sequence[int] = (),
+    renewed: Sequence[int] = (),
 ) -> RequestPlan:
     """Plan a prompt ``[base][lead][segment 1]…[segment n][question]``.
 
@@ -135,12 +152,19 @@ def plan_request(
         seams: per segment the seam of its cached state, or None if it has none (a miss is
             computed whole).
         question: token ids behind the segments; at least one.
+        renewed: per segment how many of its interior's first tokens run as well
+            (:class:`Reused`), fewer than the interior has; nothing by default. What a segment
+            without a state has there doesn't matter.
 
     Raises:
-        ConfigError: the question is empty, or the two sequences differ in length.
+        ConfigError: the question is empty, the sequences differ in length, or more is renewed
+            than an interior has.
     """
     if len(segments) != len(seams):
         raise ConfigError(f"Got {len(segments)} segments but {len(seams)} seams.")
+    renewed = renewed or (0,) * len(segments)
+    if len(segments) != len(renewed):
+        raise ConfigError(f"Got {len(segments)} segments but {len(renewed)} counts to renew.")
     pieces: list[Piece] = [Computed(Part.PREFIX, base, tuple(lead))] if lead else []
     position = base + len(lead)
     for index, (segment, seam) in enumerate(zip(segments, seams, strict=True)):
@@ -150,7 +174,8 @@ def plan_request(
         else:
             if start:
                 pieces.append(Computed(Part.HEAD, position, segment.token_ids[:start], index))
-            pieces.append(Reused(position + start, end - start, index))
+            fresh = segment.token_ids[start : start + renewed[index]]
+            pieces.append(Reused(position + start, end - start, index, renewed=fresh))
             if end < len(segment):
                 tail = segment.token_ids[end:]
                 pieces.append(Computed(Part.TAIL, position + end, tail, index))

@@ -1,64 +1,66 @@
 """The repair budget: more tokens recomputed in the true context, spent where they matter most.
 
-What is recomputed is exact whatever stands around it, so with a budget of all tokens a request is
-full recompute. Choices are nested: a larger budget repairs everything that a smaller one does.
+A segment's state is of its whole interior and can't be cut. But what divergence remains is in the
+keys and values that are read, so the first tokens of an interior can be recomputed beside its state
+(:class:`~hypic_rag.engine.plan.Reused`), and the whole of it in its place. Either way choices are
+nested: a larger budget recomputes everything that a smaller one does, and with a budget of all
+tokens a request is full recompute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from hypic_rag.config import Seam
 from hypic_rag.errors import ConfigError
 from hypic_rag.segments import Segment
 
-__all__ = ["choose_repairs", "choose_segments"]
+__all__ = ["Repairs", "choose_repairs"]
 
 
-def choose_repairs(costs: Sequence[int], scores: Sequence[float], budget: int) -> list[int]:
-    """Which of several runs of tokens to recompute: the best ones that fit, best first.
+@dataclass(frozen=True)
+class Repairs:
+    """What is recomputed beside the seams and the question.
 
-    The choice ends at the first run that doesn't fit, so that a larger budget only adds to it.
-
-    Args:
-        costs: tokens of each run; runs without cost are never chosen.
-        scores: how much each matters; higher is more. Ties go to the earlier run.
-        budget: tokens to spend.
-
-    Raises:
-        ConfigError: the budget is negative, or there's not one score per run.
+    Attributes:
+        renewed: per segment how many of its interior's first tokens.
+        whole: the segments of which that's the whole interior: they need no state.
     """
-    if budget < 0:
-        raise ConfigError(f"The repair budget must be a number of tokens >= 0, but is {budget}.")
-    if len(costs) != len(scores):
-        raise ConfigError(f"Got {len(costs)} runs of tokens but {len(scores)} scores.")
-    chosen = []
-    for index in sorted(range(len(costs)), key=lambda place: -scores[place]):
-        if not costs[index]:
-            continue
-        if costs[index] > budget:
-            break
-        budget -= costs[index]
-        chosen.append(index)
-    return chosen
+
+    renewed: tuple[int, ...]
+    whole: frozenset[int]
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens that is in all."""
+        return sum(self.renewed)
 
 
-def choose_segments(
+def choose_repairs(
     segments: Sequence[Segment], seam: Seam, scores: Sequence[float], budget: int
-) -> frozenset[int]:
-    """Which segments to recompute whole: the best-scored ones whose interiors fit the budget.
-
-    A segment's state can't be cut, so a part of one can't be recomputed in its place. Segments
-    without an interior are computed anyway and cost nothing.
+) -> Repairs:
+    """Spend ``budget`` on the best-scored segments, on each from the start of its interior.
 
     Args:
         segments: in prompt order.
         seam: widths that are computed without a budget.
-        scores: how relevant each segment is to the question, such as a retriever's.
-        budget: interior tokens that may be recomputed beside the seams and the question.
+        scores: how relevant each segment is to the question, such as a retriever's; higher is
+            more. Ties go to the earlier segment.
+        budget: interior tokens that may be recomputed.
 
     Raises:
-        ConfigError: as :func:`choose_repairs`.
+        ConfigError: the budget is negative, or there's not one score per segment.
     """
+    if budget < 0:
+        raise ConfigError(f"The repair budget must be a number of tokens >= 0, but is {budget}.")
+    if len(segments) != len(scores):
+        raise ConfigError(f"Got {len(segments)} segments but {len(scores)} scores.")
     interiors = [seam.interior(len(segment)) for segment in segments]
-    return frozenset(choose_repairs([end - start for start, end in interiors], scores, budget))
+    sizes = [end - start for start, end in interiors]
+    renewed = [0] * len(segments)
+    for index in sorted(range(len(segments)), key=lambda place: -scores[place]):
+        renewed[index] = min(sizes[index], budget)
+        budget -= renewed[index]
+    whole = frozenset(i for i, size in enumerate(sizes) if 0 < size == renewed[i])
+    return Repairs(tuple(renewed), whole)

@@ -15,6 +15,7 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from hypic_rag.engine.assemble import Request, assemble
 from hypic_rag.engine.context import attention_kv
 from hypic_rag.engine.engine import load_model
 from hypic_rag.engine.pieces import encode_pieces, join_pieces
-from hypic_rag.engine.repair import choose_repairs, choose_segments
+from hypic_rag.engine.repair import choose_repairs
 from hypic_rag.errors import ConfigError
 from hypic_rag.evaluation import facts
 from hypic_rag.evaluation.cells import (
@@ -87,13 +88,15 @@ def sentence_cuts(tokenizer: Any, segment: Segment, first: int) -> tuple[int, ..
 
 @dataclass
 class Bench:
-    """Trials with their segments in sentences, encoded once."""
+    """Trials with their segments encoded once, whole and in sentences."""
 
     maker: TrialMaker
     conditioner: Conditioner
     trials: list[Trial]
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def pieces(self) -> list[list[Piece]]:
+        """Per trial its segments in sentences, each with its own state."""
         model = self.maker.model
         tokenizer = model.require_tokenizer()
         segments = [segment for trial in self.trials for segment in trial.segments]
@@ -104,7 +107,7 @@ class Bench:
             for _ in trial.segments
         ]
         states = encode_pieces(model, segments, cuts, bases)
-        self.pieces: list[list[Piece]] = []
+        pieces: list[list[Piece]] = []
         start = 0
         for trial in self.trials:
             mine = []
@@ -116,7 +119,14 @@ class Bench:
                     head = begin == 0 and end <= HEAD
                     mine.append(Piece(number, Segment(ids, text), None if head else state))
                 start += 1
-            self.pieces.append(mine)
+            pieces.append(mine)
+        return pieces
+
+    @cached_property
+    def states(self) -> list[tuple[SegmentState | None, ...]]:
+        """Per trial the states of its segments, as a store holds them."""
+        bases = [self.conditioner.behind(CONDITIONING, trial) for trial in self.trials]
+        return Encodings(self.maker.model, self.trials, bases, [Seam()]).states(Seam())
 
     def starts(self, place: int) -> list[int]:
         """Positions at which a trial's pieces start."""
@@ -134,23 +144,6 @@ class Bench:
         )
         segments = tuple(piece.segment for piece in pieces)
         return Request(segments, states, tail, self.trials[place].base)
-
-    def widened(self, place: int, number: int, width: int) -> list[Piece]:
-        """A trial's pieces, with ``width`` more tokens of segment ``number`` behind its head.
-
-        The segment must have more tokens than that.
-        """
-        trial = self.trials[place]
-        segment, cut = trial.segments[number], HEAD + width
-        base = self.conditioner.of(CONDITIONING, trial)
-        _, rest = encode_pieces(self.maker.model, [segment], [(cut,)], [base])[0]
-        wide = [
-            Piece(number, Segment(segment.token_ids[:cut]), None),
-            Piece(number, Segment(segment.token_ids[cut:]), rest),
-        ]
-        pieces = self.pieces[place]
-        before = [piece for piece in pieces if piece.number < number]
-        return [*before, *wide, *(piece for piece in pieces if piece.number > number)]
 
     def score(self, choose: Callable[[int, Asked], set[int]]) -> list[list[Outcome]]:
         """Outcomes when ``choose`` says which pieces to repair for each question."""
@@ -217,39 +210,75 @@ def sentences(budget: int, by: str) -> Idea:
             else:
                 assert oracle is not None
                 scores = oracle[place, asked.category]
-            return set(choose_repairs([piece.cost for piece in pieces], scores, budget))
+            return set(best_runs([piece.cost for piece in pieces], scores, budget))
 
         return bench.score(choose)
 
     return run
 
 
-def segments_within(budget: int, *, widen: bool = False) -> Idea:
-    """Recompute the best-ranked segments whole as far as a budget of tokens goes.
+def starts_within(budget: int) -> Idea:
+    """Recompute interiors from their start, the best-ranked first: what ``repair_tokens`` does."""
 
-    That's what ``repair_tokens`` does. With ``widen`` what's left of the budget goes to the first
-    tokens behind the head of the next segment in the ranking.
-    """
+    def renew(trial: Trial, asked: Asked) -> tuple[int, ...]:
+        scores = word_scores(asked.text, [segment.text for segment in trial.segments])
+        return choose_repairs(trial.segments, Seam(), scores, budget).renewed
+
+    return renewed(renew)
+
+
+def starts_of(count: int | None, width: int) -> Idea:
+    """Recompute ``width`` tokens from the start of the ``count`` best interiors, or of all."""
+
+    def renew(trial: Trial, asked: Asked) -> tuple[int, ...]:
+        best = rank_segments(asked.text, trial.segments)[:count]
+        interiors = [Seam().interior(len(segment)) for segment in trial.segments]
+        return tuple(
+            min(end - start, width) if index in best else 0
+            for index, (start, end) in enumerate(interiors)
+        )
+
+    return renewed(renew)
+
+
+def renewed(renew: Callable[[Trial, Asked], tuple[int, ...]]) -> Idea:
+    """Recompute first tokens of interiors beside their states: ``renew`` says how many of each."""
 
     def run(bench: Bench) -> list[list[Outcome]]:
         def make(place: int, asked: Asked, end: tuple[int, ...]) -> Request:
-            segments = bench.trials[place].segments
-            scores = word_scores(asked.text, [segment.text for segment in segments])
-            chosen = choose_segments(segments, Seam(), scores, budget)
-            pieces = bench.pieces[place]
-            if widen:
-                spent = sum(piece.cost for piece in pieces if piece.number in chosen)
-                ranked = rank_segments(asked.text, segments)
-                left = [number for number in ranked if number not in chosen]
-                if left and spent < budget:
-                    pieces = bench.widened(place, left[0], budget - spent)
-            states = tuple(None if piece.number in chosen else piece.state for piece in pieces)
-            runs = tuple(piece.segment for piece in pieces)
-            return Request(runs, states, asked.question + end, bench.trials[place].base)
+            trial = bench.trials[place]
+            counts = renew(trial, asked)
+            states = tuple(
+                None if state is None or count == state.interior[1] - state.interior[0] else state
+                for state, count in zip(bench.states[place], counts, strict=True)
+            )
+            question = asked.question + end
+            return Request(trial.segments, states, question, trial.base, renewed=counts)
 
         return score_requests(bench.maker.model, bench.trials, make)
 
     return run
+
+
+def best_runs(costs: Sequence[int], scores: Sequence[float], budget: int) -> list[int]:
+    """Which of several runs of tokens to recompute: the best ones that fit, best first.
+
+    The choice ends at the first run that doesn't fit, so that a larger budget only adds to it.
+
+    Args:
+        costs: tokens of each run; runs without cost are never chosen.
+        scores: how much each matters; higher is more. Ties go to the earlier run.
+        budget: tokens to spend.
+    """
+    chosen = []
+    for index in sorted(range(len(costs)), key=lambda place: -scores[place]):
+        if not costs[index]:
+            continue
+        if costs[index] > budget:
+            break
+        budget -= costs[index]
+        chosen.append(index)
+    return chosen
 
 
 def attention_scores(bench: Bench) -> dict[tuple[int, str], list[float]]:
@@ -432,10 +461,13 @@ IDEAS: dict[str, Idea] = {
         for count in (4, 12, 28)
     },
     **{f"best {count} segments whole": whole_segments(count) for count in (1, 2, 4)},
-    **{f"{budget} tokens of segments": segments_within(budget) for budget in BUDGETS},
+    **{f"{budget} tokens from the best starts": starts_within(budget) for budget in BUDGETS},
     **{
-        f"{budget} tokens of segments and a wider head": segments_within(budget, widen=True)
-        for budget in BUDGETS
+        f"{width} tokens from the starts of {'all' if count is None else f'the best {count}'}": (
+            starts_of(count, width)
+        )
+        for count in (1, 2, 4, None)
+        for width in (12, 28)
     },
     "segments with the facts whole": whole_segments(0, known=True),
     **{

@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -274,7 +275,7 @@ def check_passes(device: torch.device) -> dict[str, float]:
     base = recompute(model, random_tokens(model, 37, 0))[0]
     segments = tuple(Segment(random_tokens(model, n, n)) for n in (70, 3, 133))
     states = encode_segments(model, segments, Seam(4, 0), base, kernels=KernelChoice.torch())
-    request = Request(segments, tuple(states), random_tokens(model, 9, 1), base)
+    request = Request(segments, tuple(states), random_tokens(model, 9, 1), base, renewed=(0, 0, 50))
     plain = assemble(model, [request], kernels=KernelChoice.torch())[0].context.logits
     _, logits = assemble_sequentially(model, request)
     found["sequential oracle"] = require_equal(
@@ -283,7 +284,7 @@ def check_passes(device: torch.device) -> dict[str, float]:
     best = best_kernels(device)
     if best != KernelChoice.torch():
         mine = encode_segments(model, segments, Seam(4, 0), base, kernels=best)
-        again = Request(segments, tuple(mine), request.question, base)
+        again = replace(request, states=tuple(mine))
         found["kernels"] = require_equal(
             "Assembly by kernels against plain torch",
             assemble(model, [again], kernels=best)[0].context.logits,
@@ -291,12 +292,7 @@ def check_passes(device: torch.device) -> dict[str, float]:
             1e-3,
         )
         # States in the host's memory, copied ahead of the layers that need them.
-        host = Request(
-            segments,
-            tuple(state and state.to("cpu") for state in mine),
-            request.question,
-            base,
-        )
+        host = replace(request, states=tuple(state and state.to("cpu") for state in mine))
         found["host states"] = require_equal(
             "Assembly from states in the host's memory",
             assemble(model, [host], kernels=best)[0].context.logits,

@@ -23,6 +23,8 @@ from torch import Tensor
 __all__ = [
     "BEGIN",
     "END",
+    "FORK",
+    "JOIN",
     "LONG",
     "LONG_CHUNK",
     "REUSE",
@@ -35,7 +37,7 @@ __all__ = [
 SHORT_CHUNK, LONG_CHUNK = 16, 64
 """Lengths that chunks are padded to inside the kernels."""
 
-SHORT, LONG, REUSE, BEGIN, END = range(5)
+SHORT, LONG, REUSE, BEGIN, END, FORK, JOIN = range(7)
 """Kinds of operations in the table that :func:`chain` walks."""
 
 _PRECISION = "tf32x3"
@@ -201,6 +203,7 @@ def _chain_kernel(
     m_mask = k_live[:, None] & m_live[None, :]
     own = (request.to(tl.int64) * heads + head) * K * V
     h = tl.load(state_ptr + own + h_at, mask=h_mask, other=0.0)
+    forked = h
     first = tl.load(first_ptr + request)
     last = tl.load(first_ptr + request + 1)
     for i in range(first, last):
@@ -233,6 +236,10 @@ def _chain_kernel(
             tl.store(begun_ptr + slot * V + h_at, h, mask=h_mask)
             unit = tl.where(kc[:, None] == cols[None, :], 1.0, 0.0)
             h = tl.where(is_map, unit, h)
+        elif kind == 5:
+            forked = h
+        elif kind == 6:
+            h = forked
         else:
             slot = (a * heads + head) * K
             tl.store(ended_ptr + slot * V + h_at, h, mask=h_mask)

@@ -6,16 +6,20 @@ of order 5.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from models import BUILDERS, VOCAB, live_heads, tiny_model
 
 from hypic_rag.config import Mode, Seam
 from hypic_rag.engine.assemble import Request, assemble
-from hypic_rag.engine.context import Context
+from hypic_rag.engine.context import Context, attention_kv
 from hypic_rag.engine.encode import encode_segments
 from hypic_rag.engine.oracle import assemble_sequentially, recompute
 from hypic_rag.engine.plan import Computed, RequestPlan
+from hypic_rag.errors import ConfigError
+from hypic_rag.families.base import AttentionSpec
 from hypic_rag.families.model import HybridModel
 from hypic_rag.segments import Segment
 from hypic_rag.states import SegmentState
@@ -129,10 +133,75 @@ def test_packed_equals_sequential_in_every_mode(family: str, mode: Mode) -> None
     base = prefix_of(model)
     segments = segments_of(70, 3, 133, 20, 64)
     states = tuple(encode_segments(model, segments, Seam(0, 0)))
-    request = Request(segments, states, tokens(7, 5), base)
-    packed = assemble(model, [request], mode, all_logits=True)[0]
-    _, logits = assemble_sequentially(model, request, mode)
+    for renewed in ((), renewed_of(states, 0.3)):
+        request = Request(segments, states, tokens(7, 5), base, renewed=renewed)
+        packed = assemble(model, [request], mode, all_logits=True)[0]
+        _, logits = assemble_sequentially(model, request, mode)
+        torch.testing.assert_close(packed.logits, logits, rtol=0, atol=TOLERANCE)
+
+
+def renewed_of(states: tuple[SegmentState | None, ...], share: float) -> tuple[int, ...]:
+    """That share of each interior, from one token up to all but one."""
+    counts = []
+    for state in states:
+        start, end = (0, 0) if state is None else state.interior
+        counts.append(max(0, min(end - start - 1, max(1, round(share * (end - start))))))
+    return tuple(counts)
+
+
+@families
+@pytest.mark.parametrize("seam", [Seam(4, 0), Seam(8, 8), Seam(0, 0), Seam(2, 1)], ids=str)
+@pytest.mark.parametrize("share", [0.01, 0.6, 1.0])
+def test_renewed_tokens_equal_a_branch_of_the_library(
+    family: str, seam: Seam, share: float
+) -> None:
+    """Also interiors shorter than a convolution's history, and renewed runs of several chunks."""
+    model = tiny_model(family)
+    base = prefix_of(model)
+    segments = segments_of(70, 3, 6, 133, 20, 1, 64)
+    states = tuple(encode_segments(model, segments, seam))
+    counts = renewed_of(states, share)
+    plain = Request(segments, states, tokens(7, 5), base)
+    request = replace(plain, renewed=counts)
+    packed = assemble(model, [request], all_logits=True)[0]
+    context, logits = assemble_sequentially(model, request)
     torch.testing.assert_close(packed.logits, logits, rtol=0, atol=TOLERANCE)
+    for index, spec in enumerate(model.layers):
+        if isinstance(spec, AttentionSpec):
+            for mine, theirs in zip(
+                attention_kv(packed.context.cache, index),
+                attention_kv(context.cache, index),
+                strict=True,
+            ):
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=TOLERANCE)
+    without = assemble(model, [plain])[0]
+    assert packed.plan.computed == without.plan.computed + sum(counts)
+    assert packed.plan.length == packed.plan.reused + packed.plan.computed
+    off = (packed.context.logits - without.context.logits).abs().max()
+    assert off > TOLERANCE
+
+
+@families
+def test_renewed_tokens_of_true_states_change_nothing(family: str) -> None:
+    model = tiny_model(family)
+    base = prefix_of(model)
+    segments = segments_of(3, 129, 70, 200, 64)
+    states = true_states(model, base.token_ids, segments, Seam(4, 0))
+    request = Request(segments, states, tokens(9, 5), base, renewed=renewed_of(states, 0.5))
+    beside = Request(segments[:2], states[:2], tokens(20, 6), base)
+    assembly, other = assemble(model, [request, beside])
+    for each in (assembly, other):
+        _, whole = recompute(model, each.context.token_ids)
+        torch.testing.assert_close(each.context.logits, whole[-1], rtol=0, atol=TOLERANCE)
+
+
+def test_an_interior_is_not_renewed_as_a_whole() -> None:
+    model = tiny_model(sorted(BUILDERS)[0])
+    segments = segments_of(20)
+    states = tuple(encode_segments(model, segments, Seam(4, 0)))
+    for counts, message in (((16,), "16 tokens can't have 16"), ((1, 1), "2 counts to renew")):
+        with pytest.raises(ConfigError, match=message):
+            assemble(model, [Request(segments, states, tokens(2, 1), renewed=counts)])
 
 
 @families

@@ -9,19 +9,21 @@ from pathlib import Path
 import pytest
 
 from hypic_rag import Seam
-from hypic_rag.engine.repair import choose_repairs, choose_segments
+from hypic_rag.engine.repair import choose_repairs
 from hypic_rag.errors import ConfigError
 from hypic_rag.evaluation.cells import Conditioner
 from hypic_rag.evaluation.closing import (
     IDEAS,
     Bench,
     Exchange,
+    best_runs,
     oracle,
     reordered,
     run,
-    segments_within,
     sentence_cuts,
     sentences,
+    starts_of,
+    starts_within,
     to_markdown,
     true_attention,
     true_linear,
@@ -40,19 +42,15 @@ def bench(small_model: HybridModel) -> Bench:
     return Bench(maker, Conditioner(maker), trials)
 
 
-def test_choices_are_nested_and_within_the_budget() -> None:
+def test_runs_that_fit_are_chosen_best_first() -> None:
     costs, scores = [10, 0, 30, 5, 5], [0.5, 9.0, 0.9, 0.1, 0.1]
     before: list[int] = []
     for budget in range(60):
-        chosen = choose_repairs(costs, scores, budget)
+        chosen = best_runs(costs, scores, budget)
         assert chosen[: len(before)] == before
         assert sum(costs[index] for index in chosen) <= budget
         before = chosen
     assert before == [2, 0, 3, 4]
-    with pytest.raises(ConfigError, match=">= 0"):
-        choose_repairs(costs, scores, -1)
-    with pytest.raises(ConfigError, match="5 runs"):
-        choose_repairs(costs, scores[:2], 1)
 
 
 def test_fidelity_does_not_fall_as_the_budget_grows(small_model: HybridModel) -> None:
@@ -68,31 +66,38 @@ def test_fidelity_does_not_fall_as_the_budget_grows(small_model: HybridModel) ->
     assert means[0] > 1e-6 and means[-1] < 1e-8
 
 
-def test_repaired_segments_are_those_that_fit() -> None:
+def test_a_budget_is_spent_from_the_best_segments_starts() -> None:
     segments = tuple(Segment(tuple(range(1, length))) for length in (40, 60, 4, 30))
     scores = [0.1, 0.9, 0.8, 0.5]
-    for budget, chosen in ((0, ()), (54, ()), (55, (1,)), (80, (1, 3)), (200, (0, 1, 3))):
-        assert choose_segments(segments, Seam(4, 0), scores, budget) == set(chosen)
+    for budget, renewed, whole in (
+        (0, (0, 0, 0, 0), ()),
+        (54, (0, 54, 0, 0), ()),
+        (55, (0, 55, 0, 0), (1,)),
+        (70, (0, 55, 0, 15), (1,)),
+        (80, (0, 55, 0, 25), (1, 3)),
+        (200, (35, 55, 0, 25), (0, 1, 3)),
+    ):
+        chosen = choose_repairs(segments, Seam(4, 0), scores, budget)
+        assert (chosen.renewed, chosen.whole) == (renewed, set(whole))
+        assert chosen.tokens == min(budget, 115)
+    with pytest.raises(ConfigError, match=">= 0"):
+        choose_repairs(segments, Seam(4, 0), scores, -1)
+    with pytest.raises(ConfigError, match="4 segments but 2"):
+        choose_repairs(segments, Seam(4, 0), scores[:2], 1)
 
 
-def test_a_wider_head_spends_what_is_left(bench: Bench) -> None:
-    """Part of a segment is repaired where the whole of it doesn't fit."""
-    for budget in (6, 40):
-        whole = [o.kl for found in segments_within(budget)(bench) for o in found]
-        wide = [o.kl for found in segments_within(budget, widen=True)(bench) for o in found]
-        assert len(whole) == len(wide) == 10
-        assert whole != wide
+def test_starts_of_interiors_are_recomputed(bench: Bench) -> None:
+    """From nothing to everything; the first tokens alone are neither."""
     nothing = [o.kl for found in IDEAS["nothing"](bench) for o in found]
-    assert [o.kl for found in segments_within(0)(bench) for o in found] == pytest.approx(
-        nothing, rel=0.02, abs=1e-7
-    )
-    everything = [o.kl for found in segments_within(1000, widen=True)(bench) for o in found]
-    assert max(everything) < 1e-8
-    number = len(bench.trials[0].segments) - 1
-    widened = bench.widened(0, number, 3)
-    ids = [token for piece in widened for token in piece.segment.token_ids]
-    assert ids == [token for s in bench.trials[0].segments for token in s.token_ids]
-    assert next(len(p.segment) for p in widened if p.number == number) == 4 + 3
+    for idea in (starts_within(0), starts_of(2, 0)):
+        assert [o.kl for found in idea(bench) for o in found] == pytest.approx(
+            nothing, rel=0.02, abs=1e-7
+        )
+    for idea in (starts_within(1000), starts_of(None, 1000)):
+        assert max(o.kl for found in idea(bench) for o in found) < 1e-8
+    for idea in (starts_within(8), starts_of(1, 8)):
+        some = [o.kl for found in idea(bench) for o in found]
+        assert some != pytest.approx(nothing, rel=0.02, abs=1e-7) and max(some) > 1e-7
 
 
 def test_repairing_everything_is_full_recompute(bench: Bench) -> None:

@@ -73,7 +73,7 @@ def request_layout() -> Layout:
     segments = [Segment(tuple(range(length))) for length in (30, 9, 70, 5)]
     seams = [Seam(4, 0), None, Seam(17, 3), None]
     plans = [
-        plan_request(3, segments, seams, range(7)),
+        plan_request(3, segments, seams, range(7), renewed=(9, 0, 20, 0)),
         plan_request(0, segments[:1], seams[:1], range(65)),
         plan_request(0, [], [], range(1)),
     ]
@@ -173,11 +173,11 @@ def test_gather(dtype: torch.dtype, rotary: int) -> None:
         )  # type: ignore[return-value]
 
     base, computed = random(37), random(11)
-    interiors = [AttentionState(*random(70)), AttentionState(*random(33))]
+    interiors = [AttentionState(*random(70)), AttentionState(*random(40))]
     spans = Spans(
         149,
         (Write(2, 6, 37), Write(6, 9, 111), Write(9, 11, 147)),
-        (Cached(0, 41, 70), Cached(1, 114, 33, stays=9)),
+        (Cached(0, 41, 70), Cached(1, 114, 33, stays=9, first=7)),
     )
     layout = request_layout()
     keys, values = tables(layout).gather(0, base, spans, interiors, computed, (cos, sin))
@@ -192,7 +192,7 @@ def test_gather(dtype: torch.dtype, rotary: int) -> None:
             turned(computed[0][:, 2:6], 37),
             turned(interiors[0].keys, 41),
             turned(computed[0][:, 6:9], 111),
-            turned(interiors[1].keys, 9),
+            turned(interiors[1].keys[:, 7:], 9),
             turned(computed[0][:, 9:11], 147),
         ),
         dim=1,
@@ -203,7 +203,7 @@ def test_gather(dtype: torch.dtype, rotary: int) -> None:
             computed[1][:, 2:6],
             interiors[0].values,
             computed[1][:, 6:9],
-            interiors[1].values,
+            interiors[1].values[:, 7:],
             computed[1][:, 9:11],
         ),
         dim=1,
@@ -228,7 +228,7 @@ def test_a_whole_pass() -> None:
         for name, tensor in yours.to_tensors().items():
             torch.testing.assert_close(mine.to_tensors()[name], tensor, rtol=1e-4, atol=5e-5)
     requests = [
-        Request(segments, tuple(torch_states), (5, 6, 7), base),
+        Request(segments, tuple(torch_states), (5, 6, 7), base, renewed=(17, 0, 2)),
         Request(segments[1:], (None, torch_states[2]), (1,)),
     ]
     assert plan_of(requests[0]).reused > base.length
@@ -280,7 +280,7 @@ def test_what_is_missing_in_the_same_pass() -> None:
         for i, n in enumerate((34, 7))
     ]
     segments = (pending[0].segment, pending[1].segment, pending[0].segment)
-    request = Request(segments, (*pending, pending[0]), (5, 6, 7), base)
+    request = Request(segments, (*pending, pending[0]), (5, 6, 7), base, renewed=(0, 1, 20))
     expected, got = (
         assemble(model, [request], kernels=kernels)[0]
         for kernels in (KernelChoice.torch(), KernelChoice.triton())
