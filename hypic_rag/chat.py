@@ -236,9 +236,10 @@ class ChatSession:
         kb, said = self._kb, replace(self._said(turn), base=base, lead=lead)
         mode, budget = self._options.mode, self._options.repair_tokens
         cache, seam = kb.segment_cache(), mode.seam(kb.store.settings.seam)
-        repaired = kb.repairs(turn.question, turn.passages, said.segments, seam, budget)
+        repairs = kb.repairs(turn.question, turn.passages, said.segments, seam, budget)
         with cache.lease(said.segments, seam):
-            request = replace(said, states=cache.load(said.segments, seam, repaired))
+            states = cache.load(said.segments, seam, repairs.whole)
+            request = replace(said, states=states, renewed=repairs.renewed)
             assembly = cache.assemble(request, mode)
         return assembly.context, assembly.computed
 

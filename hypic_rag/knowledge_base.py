@@ -20,7 +20,7 @@ from hypic_rag.engine.engine import Engine, load_model
 from hypic_rag.engine.pending import PendingState
 from hypic_rag.engine.probe import FidelityProbe
 from hypic_rag.engine.prompt import PromptFormat
-from hypic_rag.engine.repair import choose_segments
+from hypic_rag.engine.repair import Repairs, choose_repairs
 from hypic_rag.engine.segment_cache import SegmentCache
 from hypic_rag.engine.streaming import GrowingText
 from hypic_rag.errors import ConfigError, ContextLengthError
@@ -575,12 +575,12 @@ class KnowledgeBase:
         segments: Sequence[Segment],
         seam: Seam,
         budget: int,
-    ) -> frozenset[int]:
-        """Places of the passages to recompute whole within ``budget`` cached tokens.
+    ) -> Repairs:
+        """What to recompute within ``budget`` cached tokens.
 
-        The most relevant passages come first, and the choice ends at the first that doesn't fit,
-        so a larger budget only adds to it. Passages are ranked by their sources' scores; where
-        there are none, or all are equal, by the embedder's similarity to the question.
+        The most relevant passages come first, each from its start, so a larger budget only adds to
+        a smaller one. Passages are ranked by their sources' scores; where there are none, or all
+        are equal, by the embedder's similarity to the question.
 
         Args:
             question: what's asked.
@@ -590,8 +590,8 @@ class KnowledgeBase:
             budget: tokens of interiors; 0 repairs nothing.
         """
         if not budget or not passages:
-            return frozenset()
-        return choose_segments(segments, seam, self._relevance(question, passages), budget)
+            return Repairs((0,) * len(segments), frozenset())
+        return choose_repairs(segments, seam, self._relevance(question, passages), budget)
 
     def _relevance(self, question: str, passages: Sequence[Passage]) -> list[float]:
         """How much each passage has to do with the question; higher is more."""
@@ -650,11 +650,15 @@ class _Work:
         segments = self._fit(segments, base.length + len(lead) + len(asked))
         with ExitStack() as leases:
             states: tuple[RequestState, ...] = (None,) * len(segments)
+            renewed: tuple[int, ...] = ()
             if self.options.mode is not Mode.FULL:
                 cache, seam = kb.segment_cache(), self.seam
                 leases.enter_context(cache.lease(segments, seam))
-                states = cache.load(segments, seam, self._repairs(segments, seam))
-            parts = _Parts(base, lead, tuple(segments), states, asked)
+                budget = self.options.repair_tokens
+                repairs = kb.repairs(self.question, self.passages, segments, seam, budget)
+                states = cache.load(segments, seam, repairs.whole)
+                renewed = repairs.renewed
+            parts = _Parts(base, lead, tuple(segments), states, asked, renewed)
             clock.loaded = time.perf_counter()
             return PreparedAnswer(self, parts, clock, leases.pop_all(), on_drop)
 
@@ -665,7 +669,7 @@ class _Work:
         fresh = cache.refresh(parts.states)
         self._explain(fresh)
         states, encoded = cache.encode_by_pool(fresh)
-        request = Request(parts.segments, states, parts.question, base, parts.lead)
+        request = Request(parts.segments, states, parts.question, base, parts.lead, parts.renewed)
         return _Asked(request, before + encoded)
 
     def recompute(self, parts: _Parts, clock: _Clock, decode: Decode | None) -> AnswerStream:
@@ -719,18 +723,6 @@ class _Work:
             del self.passages[kept:]
         return segments[:kept]
 
-    def _repairs(self, segments: Sequence[Segment], seam: Seam) -> frozenset[int]:
-        """Places of the passages to recompute whole; says so if the budget is too small for any."""
-        budget = self.options.repair_tokens
-        chosen = self.kb.repairs(self.question, self.passages, segments, seam, budget)
-        interiors = [seam.interior(len(segment)) for segment in segments]
-        if budget and not chosen and any(end > start for start, end in interiors):
-            self.warnings.append(
-                f"Nothing was repaired: passages are recomputed whole, and the best one has more "
-                f"than {budget} cached tokens. Give more repair_tokens, or none."
-            )
-        return chosen
-
     def _explain(self, states: Sequence[RequestState]) -> None:
         if states and all(isinstance(state, PendingState) for state in states):
             self.warnings.append(
@@ -749,6 +741,7 @@ class _Parts:
     segments: tuple[Segment, ...]
     states: tuple[RequestState, ...]
     question: tuple[int, ...]
+    renewed: tuple[int, ...]
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -55,7 +55,7 @@ def logits(kb: KnowledgeBase, stream: AnswerStream) -> tuple[torch.Tensor, torch
     return stream.context.logits, kb.engine.prefill(stream.context.token_ids).logits
 
 
-def test_the_best_passages_that_fit_are_computed(kb: KnowledgeBase) -> None:
+def test_a_budget_is_spent_to_its_last_token(kb: KnowledgeBase) -> None:
     passages = scored((MARKET, 0.1), (FERRY, 0.9), (MILL, 0.5))
     first, second, third = (interior(kb, text) for text in (FERRY, MILL, MARKET))
 
@@ -68,9 +68,10 @@ def test_the_best_passages_that_fit_are_computed(kb: KnowledgeBase) -> None:
     plain = kb.answer_from(QUESTION, passages, sampling=SHORT).tokens.computed
     expected = {
         0: 0,
-        first - 1: 0,
+        1: 1,
+        first - 1: first - 1,
         first: first,
-        first + second - 1: first,
+        first + 5: first + 5,
         first + second: first + second,
         ALL: first + second + third,
     }
@@ -121,13 +122,12 @@ def test_scores_come_before_similarity_and_similarity_before_order(kb: Knowledge
     segments = [kb.prompt.segment(text) for text in texts]
     seam = kb.store.settings.seam
 
-    def chosen(passages: list[Passage]) -> set[int]:
-        most = max(interior(kb, text) for text in texts)
-        return set(kb.repairs(QUESTION, passages, segments, seam, most))
+    def best(passages: list[Passage]) -> int:
+        return kb.repairs(QUESTION, passages, segments, seam, 1).renewed.index(1)
 
-    assert chosen(scored((MARKET, 0.1), (MILL, 0.9), (FERRY, 0.2))) == {1}
-    assert chosen([Passage(text) for text in texts]) == {2}
-    assert chosen(scored((MARKET, 0.0), (MILL, 0.0), (FERRY, 0.0))) == {2}
+    assert best(scored((MARKET, 0.1), (MILL, 0.9), (FERRY, 0.2))) == 1
+    assert best([Passage(text) for text in texts]) == 2
+    assert best(scored((MARKET, 0.0), (MILL, 0.0), (FERRY, 0.0))) == 2
 
 
 def test_what_is_repaired_is_neither_loaded_nor_encoded(kb: KnowledgeBase) -> None:
@@ -139,13 +139,28 @@ def test_what_is_repaired_is_neither_loaded_nor_encoded(kb: KnowledgeBase) -> No
     assert kb.store.statistics() == before
 
 
-def test_a_budget_too_small_for_any_passage_says_so(kb: KnowledgeBase) -> None:
-    answer = kb.answer_from(QUESTION, [FERRY, MILL], repair_tokens=2, sampling=SHORT)
-    assert len(answer.warnings) == 1
-    assert "more than 2 cached tokens" in answer.warnings[0]
-    exact = kb.answer_from(QUESTION, [FERRY], repair_tokens=2, exact=True, sampling=SHORT)
-    assert not exact.warnings and exact.tokens.reused == 0
-    assert not kb.answer_from(QUESTION, [], repair_tokens=2, sampling=SHORT).warnings
+def test_a_budget_shorter_than_a_passage_brings_it_nearer(kb: KnowledgeBase) -> None:
+    """The first tokens of the best passage alone; what they cost is counted once."""
+    new = "The lock of Ismar has two gates. Nobody but Runa Holt opens them.\n\n"
+    asked = "Who opens the gates of the lock of Ismar?"
+    off, computed = [], []
+    for budget in (0, 0, 4, interior(kb, new) - 1):
+        stream = kb.stream_from(asked, [MARKET, MILL, new], repair_tokens=budget)
+        tokens = stream.stop().tokens
+        mine, exact = logits(kb, stream)
+        off.append(kl_divergence(exact, mine))
+        computed.append(tokens.computed)
+        assert tokens.prompt == tokens.reused + tokens.computed
+    # The first pass also encodes what nobody has read yet.
+    assert computed[0] > computed[1]
+    assert [count - computed[1] for count in computed[2:]] == [4, interior(kb, new) - 1]
+    assert off[3] < off[1] / 2
+    fresh = "The weir of Ismar was built in 1904 by Runa Holt. Nobody likes it.\n\n"
+    passages = scored((MILL, 0.1), (fresh, 0.9))
+    tokens = kb.answer_from(asked, passages, repair_tokens=9, sampling=SHORT).tokens
+    read = len(kb.prompt.segment(fresh)) + kb.store.settings.seam.head
+    assert tokens.computed == read + len(kb.prompt.question(asked))
+    assert tokens.prompt == tokens.reused + tokens.computed
 
 
 def test_conversations_repair_every_turn(kb: KnowledgeBase) -> None:

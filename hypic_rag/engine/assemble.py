@@ -17,7 +17,7 @@ from hypic_rag.engine.encode import encode_pending
 from hypic_rag.engine.layout import build_layout
 from hypic_rag.engine.packed import Missing, Wanted, run_packed
 from hypic_rag.engine.pending import PendingState
-from hypic_rag.engine.plan import RequestPlan, plan_encoding, plan_request
+from hypic_rag.engine.plan import RequestPlan, Reused, plan_encoding, plan_request
 from hypic_rag.errors import ConfigError, ContextLengthError, StateMismatchError
 from hypic_rag.families.model import HybridModel
 from hypic_rag.ops.choice import KernelChoice
@@ -191,7 +191,9 @@ def assemble(
         mine = result.logits[writes[0].start : writes[-1].end] if all_logits else None
         context = Context(request.token_ids, result.caches[index], last[index])
         held = tuple(made[s] if isinstance(s, PendingState) else s for s in request.states)
-        assemblies.append(Assembly(context, plans[index], held, _encoded(request), mine))
+        assemblies.append(
+            Assembly(context, plans[index], held, _encoded(request, plans[index]), mine)
+        )
     return assemblies
 
 
@@ -201,10 +203,13 @@ def _pending(requests: Sequence[Request]) -> list[PendingState]:
     return list(dict.fromkeys(state for state in states if isinstance(state, PendingState)))
 
 
-def _encoded(request: Request) -> int:
-    """Tokens of a request's pending interiors, wherever they stand in it."""
-    pending = [state for state in request.states if isinstance(state, PendingState)]
-    return sum(end - start for start, end in (state.interior for state in pending))
+def _encoded(request: Request, plan: RequestPlan) -> int:
+    """Tokens of a request's pending interiors, wherever they stand in it, but for renewed ones."""
+    return sum(
+        piece.length - len(piece.renewed)
+        for piece in plan.pieces
+        if isinstance(piece, Reused) and isinstance(request.states[piece.segment], PendingState)
+    )
 
 
 def _missing(model: HybridModel, pending: Sequence[PendingState]) -> Missing | None:

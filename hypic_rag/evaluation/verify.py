@@ -386,8 +386,7 @@ class _Verifier:
         kb = self.kb
         segments = case.request.segments
         try:
-            states = self.repaired(case, variant, self.states(segments, variant))
-            request = dataclasses.replace(case.request, states=states)
+            request = self.repaired(case, variant, self.states(segments, variant))
             plans = []
 
             def run() -> Context:
@@ -436,16 +435,17 @@ class _Verifier:
 
     def repaired(
         self, case: _Case, variant: Variant, states: tuple[SegmentState | None, ...]
-    ) -> tuple[SegmentState | None, ...]:
-        """``states`` without those of the passages that the variant recomputes whole."""
-        chosen = self.kb.repairs(
+    ) -> Request:
+        """The case's request from ``states``, with what the variant recomputes beside them."""
+        repairs = self.kb.repairs(
             case.question.text,
             case.passages,
             case.request.segments,
             variant.seam,
             variant.repair_tokens,
         )
-        return tuple(None if place in chosen else state for place, state in enumerate(states))
+        kept = (None if place in repairs.whole else state for place, state in enumerate(states))
+        return dataclasses.replace(case.request, states=tuple(kept), renewed=repairs.renewed)
 
     def _answer(self, case: _Case, context: Context, logits: Tensor, found: Comparison) -> str:
         """The variant's own greedy answer; decoding starts where it parts from the reference."""
