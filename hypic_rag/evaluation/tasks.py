@@ -340,7 +340,7 @@ def _item(dataset: Dataset, entry: Any, split: Callable[[str], Sequence[str]]) -
     elif isinstance(entry["context"], list | dict):  # 2WikiMultihopQA's own, and HotpotQA's
         paragraphs = entry["context"]
         if isinstance(paragraphs, dict):  # as the hub's viewer exports them
-            paragraphs = zip(paragraphs["title"], paragraphs["sentences"], strict=True)
+            paragraphs = list(zip(paragraphs["title"], paragraphs["sentences"], strict=True))
         passages = [f"{title}\n{''.join(sentences)}" for title, sentences in paragraphs]
         references, question = [entry["answer"]], entry["question"]
     else:
