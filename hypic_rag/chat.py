@@ -236,7 +236,8 @@ class ChatSession:
         kb, said = self._kb, replace(self._said(turn), base=base, lead=lead)
         mode, budget = self._options.mode, self._options.repair_tokens
         cache, seam = kb.segment_cache(), mode.seam(kb.store.settings.seam)
-        repairs = kb.repairs(turn.question, turn.passages, said.segments, seam, budget)
+        exact = kb.first_is_exact(base.token_ids + lead, mode)
+        repairs = kb.repairs(turn.question, turn.passages, said.segments, seam, budget, exact)
         with cache.lease(said.segments, seam):
             states = cache.load(said.segments, seam, repairs.whole)
             request = replace(said, states=states, renewed=repairs.renewed)

@@ -64,7 +64,7 @@ RepairTokens = Annotated[
     int | None,
     typer.Option(
         "--repair-tokens",
-        help="Cached tokens to recompute, in whole passages, best first. [default: 0]",
+        help="Cached tokens to recompute, from the best passages' starts. [default: 0]",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]

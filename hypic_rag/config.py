@@ -155,8 +155,8 @@ class AnswerOptions:
     Attributes:
         mode: how cached states are put together.
         sampling: how tokens are chosen.
-        repair_tokens: cached tokens that may be recomputed in the true context, in whole passages,
-            those that matter most to the question first.
+        repair_tokens: cached tokens that may be recomputed in the true context, from the starts of
+            the passages that matter most to the question.
 
     Raises:
         ConfigError: ``repair_tokens`` is negative or no whole number.

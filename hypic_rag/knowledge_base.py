@@ -294,15 +294,13 @@ class KnowledgeBase:
 
     def _pool(self, workers: int, ray: str | None) -> WorkerPool:
         """Workers that encode behind the store's conditioning prefix."""
-        conditioning = self.store.settings.conditioning
-        behind = () if conditioning is None else self.lazy_prefix(conditioning).token_ids
         if ray is None:
             from hypic_rag.ingest.workers import EncoderPool
 
-            return EncoderPool(self.model, workers, behind)
+            return EncoderPool(self.model, workers, self.conditioning_ids)
         from hypic_rag.ingest.ray_pool import RayPool
 
-        return RayPool(self.model, ray, workers, behind)
+        return RayPool(self.model, ray, workers, self.conditioning_ids)
 
     # -- states --------------------------------------------------------------------------------
 
@@ -320,6 +318,12 @@ class KnowledgeBase:
                 held = LazyContext(ids, lambda: (self.engine.prefill(ids), len(ids)))
                 self._prefixes[system_prompt] = held
             return held
+
+    @property
+    def conditioning_ids(self) -> tuple[int, ...]:
+        """Token ids that segments are encoded behind; none where they're encoded in isolation."""
+        conditioning = self.store.settings.conditioning
+        return () if conditioning is None else self.lazy_prefix(conditioning).token_ids
 
     def segment_cache(self) -> SegmentCache:
         """The states of this tenant's segments, behind the store's conditioning prefix."""
@@ -575,6 +579,7 @@ class KnowledgeBase:
         segments: Sequence[Segment],
         seam: Seam,
         budget: int,
+        exact_first: bool = False,
     ) -> Repairs:
         """What to recompute within ``budget`` cached tokens.
 
@@ -588,10 +593,19 @@ class KnowledgeBase:
             segments: the same, tokenised.
             seam: widths that are computed anyway.
             budget: tokens of interiors; 0 repairs nothing.
+            exact_first: spend nothing on the first passage; see :meth:`first_is_exact`.
         """
         if not budget or not passages:
             return Repairs((0,) * len(segments), frozenset())
-        return choose_repairs(segments, seam, self._relevance(question, passages), budget)
+        scores = self._relevance(question, passages)
+        return choose_repairs(segments, seam, scores, budget, (0,) if exact_first else ())
+
+    def first_is_exact(self, behind: tuple[int, ...], mode: Mode) -> bool:
+        """Whether a first passage behind these token ids stands behind what it was encoded behind.
+
+        Its state is of its true context then, and recomputing it would gain nothing.
+        """
+        return mode.applies_transition and behind == self.conditioning_ids
 
     def _relevance(self, question: str, passages: Sequence[Passage]) -> list[float]:
         """How much each passage has to do with the question; higher is more."""
@@ -654,8 +668,14 @@ class _Work:
             if self.options.mode is not Mode.FULL:
                 cache, seam = kb.segment_cache(), self.seam
                 leases.enter_context(cache.lease(segments, seam))
-                budget = self.options.repair_tokens
-                repairs = kb.repairs(self.question, self.passages, segments, seam, budget)
+                repairs = kb.repairs(
+                    self.question,
+                    self.passages,
+                    segments,
+                    seam,
+                    self.options.repair_tokens,
+                    kb.first_is_exact(base.token_ids + lead, self.options.mode),
+                )
                 states = cache.load(segments, seam, repairs.whole)
                 renewed = repairs.renewed
             parts = _Parts(base, lead, tuple(segments), states, asked, renewed)

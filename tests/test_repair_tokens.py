@@ -79,6 +79,34 @@ def test_a_budget_is_spent_to_its_last_token(kb: KnowledgeBase) -> None:
         assert computed(budget) == plain + more, budget
 
 
+def test_nothing_is_spent_on_a_passage_that_is_exact(
+    tmp_path: Path, small_model: HybridModel, embedder: MiniLmEmbedder
+) -> None:
+    """The first one, where what's served is what segments are encoded behind."""
+    with KnowledgeBase.open(tmp_path / "kb", small_model, embedder=embedder) as same:
+        passages = scored((FERRY, 0.9), (MILL, 0.5), (MARKET, 0.1))
+        same.encode([FERRY, MILL, MARKET])
+
+        def computed(mode: Mode, budget: int) -> int:
+            answer = same.answer_from(
+                QUESTION, passages, mode=mode, repair_tokens=budget, sampling=SHORT
+            )
+            return answer.tokens.computed
+
+        plain = computed(Mode.SEAM, 0)
+        second, third = interior(same, MILL), interior(same, MARKET)
+        for budget in (5, second + 5, ALL):
+            assert computed(Mode.SEAM, budget) - plain == min(budget, second + third)
+        stream = same.stream_from(QUESTION, passages, repair_tokens=ALL, sampling=SHORT)
+        stream.stop()
+        mine, exact = logits(same, stream)
+        torch.testing.assert_close(mine, exact, rtol=0, atol=2e-4)
+        # Without transitions the states in front of it don't reach what stands behind it.
+        computed(Mode.ADDITION, 0)
+        everything = sum(len(same.prompt.segment(text)) for text in (FERRY, MILL, MARKET))
+        assert computed(Mode.ADDITION, ALL) - computed(Mode.ADDITION, 0) == everything
+
+
 def test_a_budget_for_everything_is_full_recompute(kb: KnowledgeBase) -> None:
     texts = [FERRY, MILL, MARKET]
     for mode in (Mode.SEAM, Mode.ADDITION):

@@ -9,7 +9,7 @@ tokens a request is full recompute.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hypic_rag.config import Seam
@@ -38,7 +38,11 @@ class Repairs:
 
 
 def choose_repairs(
-    segments: Sequence[Segment], seam: Seam, scores: Sequence[float], budget: int
+    segments: Sequence[Segment],
+    seam: Seam,
+    scores: Sequence[float],
+    budget: int,
+    exact: Collection[int] = (),
 ) -> Repairs:
     """Spend ``budget`` on the best-scored segments, on each from the start of its interior.
 
@@ -48,6 +52,7 @@ def choose_repairs(
         scores: how relevant each segment is to the question, such as a retriever's; higher is
             more. Ties go to the earlier segment.
         budget: interior tokens that may be recomputed.
+        exact: places of segments whose states are of their true context: nothing is gained there.
 
     Raises:
         ConfigError: the budget is negative, or there's not one score per segment.
@@ -57,7 +62,7 @@ def choose_repairs(
     if len(segments) != len(scores):
         raise ConfigError(f"Got {len(segments)} segments but {len(scores)} scores.")
     interiors = [seam.interior(len(segment)) for segment in segments]
-    sizes = [end - start for start, end in interiors]
+    sizes = [0 if i in exact else end - start for i, (start, end) in enumerate(interiors)]
     renewed = [0] * len(segments)
     for index in sorted(range(len(segments)), key=lambda place: -scores[place]):
         renewed[index] = min(sizes[index], budget)

@@ -437,12 +437,14 @@ class _Verifier:
         self, case: _Case, variant: Variant, states: tuple[SegmentState | None, ...]
     ) -> Request:
         """The case's request from ``states``, with what the variant recomputes beside them."""
+        front = case.request.base.token_ids if case.request.base else ()
         repairs = self.kb.repairs(
             case.question.text,
             case.passages,
             case.request.segments,
             variant.seam,
             variant.repair_tokens,
+            self.kb.first_is_exact(front, variant.mode),
         )
         kept = (None if place in repairs.whole else state for place, state in enumerate(states))
         return dataclasses.replace(case.request, states=tuple(kept), renewed=repairs.renewed)

@@ -189,16 +189,16 @@ def test_question_files(tmp_path: Path) -> None:
 
 
 def test_repaired_tokens_are_measured(kb: KnowledgeBase) -> None:
-    variants = variants_of([Mode.SEAM, Mode.ADDITION], [SEAM.seam], [0, 60, 10000])
+    variants = variants_of([Mode.SEAM, Mode.ADDITION], [SEAM.seam], [0, 10, 10000])
     assert [v.name for v in variants] == [
-        "seam 4/0", "seam 4/0 + 60", "seam 4/0 + 10000", "addition"
+        "seam 4/0", "seam 4/0 + 10", "seam 4/0 + 10000", "addition"
     ]  # fmt: skip
     report = verify(kb, QUESTIONS, variants[:3], top_k=3, limit=4)
     full, plain, some, all_ = report.variants
     assert plain.computed < some.computed < all_.computed < full.computed
     assert plain.kl.mean > all_.kl.mean and all_.kl.mean < 1e-8
     page = to_html(report)
-    assert "seam 4/0 + 60" in page
+    assert "seam 4/0 + 10" in page
 
 
 def test_variants() -> None:
