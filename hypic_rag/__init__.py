@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from hypic_rag.config import AnswerOptions, Mode, Sampling, Seam
     from hypic_rag.engine.engine import Engine, load_model
     from hypic_rag.errors import HypicError
-    from hypic_rag.knowledge_base import KnowledgeBase, Passage, PreparedAnswer
+    from hypic_rag.inquiry import Passage, PreparedAnswer
+    from hypic_rag.knowledge_base import KnowledgeBase
     from hypic_rag.segments import Segment
     from hypic_rag.store import SegmentStore
 
@@ -47,8 +48,8 @@ _HOMES = {
     "HypicError": "errors",
     "KnowledgeBase": "knowledge_base",
     "Mode": "config",
-    "Passage": "knowledge_base",
-    "PreparedAnswer": "knowledge_base",
+    "Passage": "inquiry",
+    "PreparedAnswer": "inquiry",
     "Sampling": "config",
     "Seam": "config",
     "Segment": "segments",

@@ -12,14 +12,8 @@ from hypic_rag.engine.assemble import Request
 from hypic_rag.engine.context import Context, LazyContext
 from hypic_rag.errors import ConfigError
 from hypic_rag.ingest.fusion import reciprocal_rank_fusion
-from hypic_rag.knowledge_base import (
-    AnswerStream,
-    KnowledgeBase,
-    Passage,
-    PreparedAnswer,
-    answer_room,
-    sources_of,
-)
+from hypic_rag.inquiry import AnswerStream, Passage, PreparedAnswer, answer_room, sources_of
+from hypic_rag.knowledge_base import KnowledgeBase
 from hypic_rag.store import Condition
 
 __all__ = ["ChatSession", "Turn"]

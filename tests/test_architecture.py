@@ -27,7 +27,10 @@ ALLOWED["engine"] = {*ALLOWED["store"], "ops", "families", "store"}
 ALLOWED["ingest"] = {*ALLOWED["engine"], "engine"}
 ALLOWED["following"] = {"answers", "store", "ingest"}
 ALLOWED["retrieval"] = {*ALLOWED["following"], "errors", "segments", "following"}
-ALLOWED["knowledge_base"] = {*ALLOWED["ingest"], "ingest", "answers", "retrieval", "chat"}
+ALLOWED["inquiry"] = {*ALLOWED["engine"], "engine", "answers", "knowledge_base"}
+ALLOWED["knowledge_base"] = {
+    *ALLOWED["ingest"], "ingest", "answers", "retrieval", "inquiry", "chat"
+}  # fmt: skip
 ALLOWED["chat"] = {*ALLOWED["knowledge_base"], "knowledge_base"}
 ALLOWED["evaluation"] = {*ALLOWED["chat"], "chat"}
 ALLOWED["demo"] = ALLOWED["evaluation"]

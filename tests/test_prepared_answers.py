@@ -14,7 +14,7 @@ from hypic_rag.engine import encode, engine
 from hypic_rag.errors import ConfigError
 from hypic_rag.families.model import HybridModel
 from hypic_rag.ingest.embedder import MiniLmEmbedder
-from hypic_rag.knowledge_base import AnswerStream, PreparedAnswer, start_together
+from hypic_rag.inquiry import AnswerStream, PreparedAnswer, start_together
 
 SHORT = Sampling(max_tokens=6)
 QUESTION = "Who is the captain of the ferry of Talmir?"

@@ -16,7 +16,7 @@ from hypic_rag.evaluation.fidelity import kl_divergence
 from hypic_rag.evaluation.trials import SERVED_PROMPTS, TrialMaker
 from hypic_rag.families.model import HybridModel
 from hypic_rag.ingest.embedder import MiniLmEmbedder
-from hypic_rag.knowledge_base import AnswerStream
+from hypic_rag.inquiry import AnswerStream
 
 ALL = 10**6
 SHORT = Sampling(max_tokens=3)

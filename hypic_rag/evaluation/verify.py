@@ -45,7 +45,8 @@ from hypic_rag.evaluation.metrics import (
     token_f1,
 )
 from hypic_rag.ingest.sentences import sentence_spans
-from hypic_rag.knowledge_base import KnowledgeBase, Passage
+from hypic_rag.inquiry import Passage
+from hypic_rag.knowledge_base import KnowledgeBase
 from hypic_rag.segments import Segment
 from hypic_rag.states import SegmentState
 

@@ -12,7 +12,8 @@ from hypic_rag.answers import Answer, Source
 from hypic_rag.chat import ChatSession
 from hypic_rag.engine.decoding import DecodeBatch
 from hypic_rag.errors import ContextLengthError
-from hypic_rag.knowledge_base import AnswerStream, KnowledgeBase, PreparedAnswer
+from hypic_rag.inquiry import AnswerStream, PreparedAnswer
+from hypic_rag.knowledge_base import KnowledgeBase
 from hypic_rag.server.prefills import Prefills
 from hypic_rag.server.protocol import ChatCall
 from hypic_rag.server.sessions import SessionPool, session_key

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from hypic_rag.knowledge_base import AnswerStream, Decode, PreparedAnswer, start_together
+from hypic_rag.inquiry import AnswerStream, Decode, PreparedAnswer, start_together
 
 __all__ = ["Prefill", "Prefills"]
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from hypic_rag.answers import Source
 from hypic_rag.config import Mode, Sampling
 from hypic_rag.errors import ConfigError
-from hypic_rag.knowledge_base import Passage
+from hypic_rag.inquiry import Passage
 from hypic_rag.server.errors import ApiError
 from hypic_rag.server.settings import ServerSettings
 from hypic_rag.store import AllOf, Condition, Filter
