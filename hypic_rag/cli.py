@@ -30,6 +30,7 @@ from hypic_rag.config import (
     text_or_file,
 )
 from hypic_rag.errors import ConfigError, HypicError
+from hypic_rag.segments import check_question
 
 if TYPE_CHECKING:
     from hypic_rag.answers import Answer
@@ -246,6 +247,7 @@ def ask(
     as_json: AsJson = False,
 ) -> None:
     """Answer one question from a store."""
+    check_question(question)
     with asking.open() as (kb, top_k, options):
         stream = kb.stream(
             question,

@@ -10,7 +10,7 @@ from hypic_rag.errors import ConfigError, EmptyStoreError
 from hypic_rag.following import Follower, Question, source_of
 from hypic_rag.ingest.embedder import Embedder
 from hypic_rag.ingest.fusion import reciprocal_rank_fusion
-from hypic_rag.segments import is_unicode
+from hypic_rag.segments import check_question
 from hypic_rag.store import Condition, Hit, SegmentStore
 
 __all__ = ["Retriever"]
@@ -50,10 +50,7 @@ class Retriever:
         """
         if top_k < 1:
             raise ConfigError(f"top_k must be at least 1, but is {top_k}.")
-        if not question.strip():
-            raise ConfigError("The question is empty: ask something.")
-        if not is_unicode(question):
-            raise ConfigError("The question isn't valid Unicode text: give it as UTF-8.")
+        check_question(question)
         asked = Question.read(question, self._store, self._embedder)
         ranked, nearness = self._ranked(asked, max(_CANDIDATES, top_k), filters)
         if not ranked and not self._store.documents(self._tenant):

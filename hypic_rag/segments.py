@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 from hypic_rag.config import Seam
 from hypic_rag.errors import ConfigError
 
-__all__ = ["FORMAT_VERSION", "Segment", "SegmentKey", "is_unicode", "token_digest"]
+__all__ = [
+    "FORMAT_VERSION",
+    "Segment",
+    "SegmentKey",
+    "check_question",
+    "is_unicode",
+    "token_digest",
+]
 
 FORMAT_VERSION = 1
 """Version of the segment state format; part of every key, so old states are never read as new."""
@@ -42,6 +49,18 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def check_question(question: str) -> None:
+    """Refuse a question that nothing can be found for.
+
+    Raises:
+        ConfigError: it's empty, or isn't valid Unicode.
+    """
+    if not question.strip():
+        raise ConfigError("The question is empty: ask something.")
+    if not is_unicode(question):
+        raise ConfigError("The question isn't valid Unicode text: give it as UTF-8.")
 
 
 def token_digest(token_ids: Sequence[int]) -> str:

@@ -241,6 +241,16 @@ def test_system_prompt_from_a_file(run: Runner, store: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
+    ("question", "message"), [("", "question is empty"), ("why \udc80", "valid Unicode")]
+)
+def test_no_model_is_loaded_for_what_is_no_question(
+    run: Runner, monkeypatch: pytest.MonkeyPatch, question: str, message: str
+) -> None:
+    monkeypatch.setattr(knowledge_base, "load_model", None)
+    assert_refused(run("ask", question), message, 2)
+
+
+@pytest.mark.parametrize(
     ("arguments", "message", "code"),
     [
         (["ask", QUESTION, "--top-k", "0"], "--top-k must be at least 1", 2),

@@ -178,7 +178,7 @@ def test_what_is_missing_is_encoded_in_the_same_pass_and_stored(
     assert first.text == second.text
     interior = len(segments[0]) - seam.head
     assert first.tokens.computed == second.tokens.computed + 2 * interior
-    stored = cache.fetch(segments[:1], seam).states[0]
+    stored = cache.fetch(segments[:1], seam)[0]
     conditioning = kb.prefix(kb.store.settings.conditioning)[0]
     expected = kb.engine.encode(segments[:1], seam, conditioning)[0]
     assert stored is not None and expected is not None

@@ -74,7 +74,7 @@ def test_real_documents_keep_the_laws(
         base, _ = kb.prefix(kb.system_prompt)
         question = kb.prompt.question("What is this about?")
         chosen = tuple(segments[:: max(1, len(segments) // 6)][:6])
-        states = kb.segment_cache().fetch(chosen, seam).states
+        states = kb.segment_cache().fetch(chosen, seam)
         # One segment directly behind the prompt it was conditioned on: exact.
         for segment, state in zip(chosen, states, strict=True):
             request = Request((segment,), (state,), question, base)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from hypic_rag.config import Mode, Seam
@@ -18,22 +18,9 @@ from hypic_rag.segments import Segment, SegmentKey, token_digest
 from hypic_rag.states import SegmentState
 from hypic_rag.store import SegmentStore
 
-__all__ = ["Fetched", "SegmentCache", "StatePool"]
+__all__ = ["SegmentCache", "StatePool"]
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class Fetched:
-    """States for segments, in order.
-
-    Attributes:
-        states: None where a segment is too short to have an interior.
-        encoded: which segments had to be encoded just now.
-    """
-
-    states: tuple[SegmentState | None, ...]
-    encoded: tuple[bool, ...]
 
 
 class Finished(Protocol):
@@ -238,21 +225,18 @@ class SegmentCache:
             for state in states
         )
 
-    def fetch(self, segments: Sequence[Segment], seam: Seam) -> Fetched:
+    def fetch(self, segments: Sequence[Segment], seam: Seam) -> tuple[SegmentState | None, ...]:
         """States of ``segments``; what's missing is encoded by itself and, if possible, stored.
 
-        A damaged state counts as missing. A store that can't be written costs speed, never an
-        answer: that's logged.
+        None stands for a segment that is too short to have an interior. A damaged state counts as
+        missing. A store that can't be written costs speed, never an answer: that's logged.
         """
         states = self.load(segments, seam)
         pending = dict.fromkeys(state for state in states if isinstance(state, PendingState))
         made = self._engine.encode_pending(list(pending))
         for one, state in made.items():
             self._keep(one, state)
-        return Fetched(
-            tuple(made[s] if isinstance(s, PendingState) else s for s in states),
-            tuple(isinstance(s, PendingState) for s in states),
-        )
+        return tuple(made[s] if isinstance(s, PendingState) else s for s in states)
 
     def _keep(self, pending: PendingState, state: SegmentState) -> None:
         try:

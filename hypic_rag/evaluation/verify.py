@@ -428,7 +428,7 @@ class _Verifier:
         cache = self.kb.segment_cache()
         with cache.lease(segments, variant.seam):
             if not cache.missing(segments, variant.seam):
-                return cache.fetch(segments, variant.seam).states
+                return cache.fetch(segments, variant.seam)
         distinct = list(dict.fromkeys(segments))
         fresh = self.kb.engine.encode(distinct, variant.seam, self.conditioning)
         found = dict(zip(distinct, fresh, strict=True))
