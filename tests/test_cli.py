@@ -247,7 +247,7 @@ def test_no_model_is_loaded_for_what_is_no_question(
     run: Runner, monkeypatch: pytest.MonkeyPatch, question: str, message: str
 ) -> None:
     monkeypatch.setattr(knowledge_base, "load_model", None)
-    assert_refused(run("ask", question), message, 2)
+    assert_refused(run("ask", question, "--store", "unopened"), message, 2)
 
 
 @pytest.mark.parametrize(
