@@ -209,6 +209,18 @@ def test_conversations_repair_every_turn(kb: KnowledgeBase) -> None:
     assert tokens.reused == kb.prefix(kb.system_prompt)[0].length
 
 
+def test_restored_turns_are_repaired_by_the_same_budget(kb: KnowledgeBase) -> None:
+    kb.encode([FERRY, MARKET])
+    computed = []
+    for budget in (0, 4):
+        session = kb.chat(passages=[FERRY], repair_tokens=budget, sampling=SHORT)
+        session.restore([(QUESTION, "Orla Venn.")])
+        asked = "And what is sold at the market?"
+        stream = session.stream(asked, passages=[Passage(MARKET)])
+        computed.append(stream.finish().tokens.computed)
+    assert computed[1] == computed[0] + 2 * 4
+
+
 @pytest.mark.parametrize("wrong", [-1, 1.5, True, "64"])
 def test_wrong_budgets_are_refused(kb: KnowledgeBase, wrong: int) -> None:
     message = "repair_tokens must be a whole number >= 0"
