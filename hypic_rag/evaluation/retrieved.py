@@ -23,6 +23,7 @@ from typing import TypeVar
 
 from hypic_rag.config import Mode, Seam
 from hypic_rag.engine.engine import load_model
+from hypic_rag.evaluation import facts
 from hypic_rag.evaluation.ablation_tables import complete, goals_table, to_json
 from hypic_rag.evaluation.cells import (
     Cell,
@@ -32,7 +33,14 @@ from hypic_rag.evaluation.cells import (
     reference_outcomes,
     run_cell,
 )
-from hypic_rag.evaluation.runs import Found, Record, parse_shard, read_records, run_missing
+from hypic_rag.evaluation.runs import (
+    Found,
+    Record,
+    parse_categories,
+    parse_shard,
+    read_records,
+    run_missing,
+)
 from hypic_rag.evaluation.summary import Row, summarize
 from hypic_rag.evaluation.trials import Asked, Trial, TrialMaker
 from hypic_rag.families.model import HybridModel
@@ -121,6 +129,7 @@ def run(
     unit: int = 4,
     words: tuple[int, int] = (30, 110),
     cells: Sequence[Cell] = CELLS,
+    categories: Sequence[facts.Category] = facts.CATEGORIES,
     embedder: Embedder | None = None,
 ) -> None:
     """Run what's missing and append it to this shard's file.
@@ -134,9 +143,10 @@ def run(
         unit: contexts at once, at 8 chunks.
         words: shortest and longest chunk in words.
         cells: ways of encoding.
+        categories: of the questions.
         embedder: of the retrieval; by default the one that ships.
     """
-    maker = TrialMaker(model, words)
+    maker = TrialMaker(model, words, categories=categories)
     conditioner = Conditioner(maker)
     embedder = embedder or MiniLmEmbedder()
     by_name = {PREFIX + cell.name: cell for cell in cells}
@@ -207,13 +217,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="small", help="name or folder of the model")
     parser.add_argument("--contexts", type=int, default=500)
     parser.add_argument("--chunks", type=int, nargs="*", default=(4, 8, 16))
+    parser.add_argument(
+        "--behind",
+        choices=[cell.conditioning for cell in CELLS],
+        nargs="*",
+        help="prefixes that segments are encoded behind; default: all",
+    )
+    parser.add_argument(
+        "--categories",
+        type=parse_categories,
+        default=facts.CATEGORIES,
+        help="of the questions, such as one_fact,no_answer; default: all",
+    )
     parser.add_argument("--shard", type=parse_shard, default=(0, 1), help="NUMBER/COUNT")
     parser.add_argument("--report", action="store_true", help="print the tables instead")
     parser.add_argument("--json", type=Path, help="with a report: also write all rows here")
     chosen = parser.parse_args(arguments)
     model = load_model(chosen.model)
     if not chosen.report:
-        run(model, chosen.out, contexts=chosen.contexts, sizes=chosen.chunks, shard=chosen.shard)
+        run(
+            model,
+            chosen.out,
+            contexts=chosen.contexts,
+            sizes=chosen.chunks,
+            shard=chosen.shard,
+            cells=[c for c in CELLS if chosen.behind is None or c.conditioning in chosen.behind],
+            categories=chosen.categories,
+        )
         return
     rows = retrieved_rows(model, chosen.out)
     sys.stdout.write(to_markdown(rows))
