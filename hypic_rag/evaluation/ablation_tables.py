@@ -140,12 +140,12 @@ def goals_table(rows: Sequence[Row], cell: Cell = DEFAULT) -> str:
                     percent(row.first),
                     divergence(row.kl),
                     f"{1000 * row.median:.4f}",
-                    f"{100 * row.largest:.0f} %",
+                    f"{1000 * row.kl_of_others:.2f}",
                     "missed: " + ", ".join(missed) if missed else "met",
                 ]
             )
     head = ["chunks", "category", "questions", "full, %", "default, %", "difference, points",
-            "first token agrees, %", "KL, 1e-3", "median KL, 1e-3", "largest's share",
+            "first token agrees, %", "KL, 1e-3", "median KL, 1e-3", "but for the largest",
             "goals"]  # fmt: skip
     return table(head, body)
 

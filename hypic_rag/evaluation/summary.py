@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,14 @@ class Row:
     kl: Interval
     median: float
     largest: float
+
+    @property
+    def kl_of_others(self) -> float:
+        """Mean KL without the question that has the largest; NaN if it's the only one."""
+        count = self.kl.count
+        if count < 2:
+            return math.nan
+        return self.kl.mean * count * (1 - self.largest) / (count - 1)
 
 
 def summarize(records: Iterable[Record]) -> list[Row]:

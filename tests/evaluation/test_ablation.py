@@ -273,7 +273,7 @@ def test_summaries_pair_questions() -> None:
     assert mine.exact.count == 4 and mine.exact.mean == 0.75 and mine.difference.mean == 0.0
     assert mine.difference.low < 0 < mine.difference.high
     assert mine.kl.mean == pytest.approx(0.002) and mine.largest == pytest.approx(5 / 8)
-    assert mine.median == 0.001
+    assert mine.median == 0.001 and mine.kl_of_others == pytest.approx(0.001)
     assert tables.complete(rows) == [row for row in rows if row.category == "one_fact"]
     fewer = summarize([one for one in records if (one.cell, one.seed) != ("other/seam/4/0", 3)])
     assert {row.cell for row in tables.complete(fewer)} == {"full"}
