@@ -23,6 +23,7 @@ from hypic_rag.engine.engine import load_model
 from hypic_rag.errors import ConfigError
 from hypic_rag.evaluation import facts
 from hypic_rag.evaluation.ablation_tables import (
+    PAPER,
     by_place,
     categories_table,
     complete,
@@ -50,7 +51,7 @@ from hypic_rag.families.model import HybridModel
 __all__ = ["STAGES", "Stage", "ablation_records", "report", "run"]
 
 WIDTHS = (0, 2, 4, 8, 16, 32)
-DEFAULT, PAPER = Seam(), Seam(8, 8)
+DEFAULT = Seam()
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,16 @@ def _default(*conditionings: str) -> tuple[Cell, ...]:
     return tuple(Cell(name, Mode.SEAM, DEFAULT) for name in conditionings)
 
 
-def _sweep(conditioning: str, *, tails: bool) -> tuple[Cell, ...]:
-    """Heads without tails, and both alike; with ``tails`` also tails behind none and 4."""
+def _sweep(conditioning: str) -> tuple[Cell, ...]:
+    """Every width of a head with every width of a tail."""
+    return tuple(
+        Cell(conditioning, Mode.SEAM, Seam(head, tail)) for head in WIDTHS for tail in WIDTHS
+    )
+
+
+def _diagonal(conditioning: str) -> tuple[Cell, ...]:
+    """Heads without tails, and both alike."""
     seams = {Seam(width, tail) for width in WIDTHS for tail in (0, width)}
-    if tails:
-        seams |= {Seam(head, width) for head in (0, DEFAULT.head) for width in WIDTHS}
     return tuple(Cell(conditioning, Mode.SEAM, seam) for seam in sorted(seams))
 
 
@@ -96,13 +102,13 @@ STAGES = (
     Stage("conditioning", 8, _default("served", "document", "other+6", "previous")),
     Stage("modes", 4, MODES),
     Stage("modes", 8, (*MODES, ADDED_ROPE, *_modes("none", parts=True))),
-    Stage("seams", 8, _sweep("other", tails=True)),
+    Stage("seams", 8, _sweep("other")),
     Stage("conditioning", 16, _default("served", "document", "other+6")),
     Stage("conditioning", 4, _default("served", "document", "other+6")),
-    Stage("seams", 16, _sweep("other", tails=True)),
-    Stage("seams", 4, _sweep("other", tails=True)),
+    Stage("seams", 16, _sweep("other")),
+    Stage("seams", 4, _sweep("other")),
     Stage("more prefixes", 8, _default("newline", "other+2", "previous3")),
-    Stage("isolated seams", 8, _sweep("none", tails=False), ("one_fact",)),
+    Stage("isolated seams", 8, _diagonal("none"), ("one_fact",)),
 )
 """Everything, the most telling first."""
 

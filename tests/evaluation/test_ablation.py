@@ -277,7 +277,10 @@ def test_summaries_pair_questions() -> None:
     assert tables.complete(rows) == [row for row in rows if row.category == "one_fact"]
     fewer = summarize([one for one in records if (one.cell, one.seed) != ("other/seam/4/0", 3)])
     assert {row.cell for row in tables.complete(fewer)} == {"full"}
-    assert "| other, seam 4/0 | 4 | 75.0 [" in tables.modes_table(rows, 8, "one_fact")
+    swept = [replace(row, cell="other/seam/2/2") for row in rows if row.cell == "other/seam/4/0"]
+    modes = tables.modes_table([*rows, *swept], 8, "one_fact")
+    assert "| other, seam 4/0 | 4 | 75.0 [" in modes
+    assert "seam 2/2" not in modes
 
 
 def test_goals_are_met_or_named() -> None:
