@@ -14,7 +14,7 @@ from hypic_rag import Mode, Seam
 from hypic_rag.engine.assemble import Request, assemble
 from hypic_rag.engine.encode import encode_segments
 from hypic_rag.errors import ConfigError
-from hypic_rag.evaluation import ablation, facts
+from hypic_rag.evaluation import ablation, facts, retrieved
 from hypic_rag.evaluation import ablation_tables as tables
 from hypic_rag.evaluation.ablation import Stage
 from hypic_rag.evaluation.cells import (
@@ -52,7 +52,7 @@ def maker(small_model: HybridModel) -> TrialMaker:
 
 
 def test_cells_have_names_that_parse() -> None:
-    cells = {cell for stage in ablation.STAGES for cell in stage.cells}
+    cells = {cell for stage in ablation.STAGES for cell in stage.cells} | set(retrieved.CELLS)
     assert {cell.conditioning for cell in cells} == set(CONDITIONINGS)
     assert len({cell.name for cell in cells}) == len(cells)
     assert all(Cell.parse(cell.name) == cell for cell in cells)
@@ -277,7 +277,11 @@ def test_summaries_pair_questions() -> None:
     assert tables.complete(rows) == [row for row in rows if row.category == "one_fact"]
     fewer = summarize([one for one in records if (one.cell, one.seed) != ("other/seam/4/0", 3)])
     assert {row.cell for row in tables.complete(fewer)} == {"full"}
-    swept = [replace(row, cell="other/seam/2/2") for row in rows if row.cell == "other/seam/4/0"]
+    swept = [
+        dataclasses.replace(row, cell="other/seam/2/2")
+        for row in rows
+        if row.cell == "other/seam/4/0"
+    ]
     modes = tables.modes_table([*rows, *swept], 8, "one_fact")
     assert "| other, seam 4/0 | 4 | 75.0 [" in modes
     assert "seam 2/2" not in modes
