@@ -234,7 +234,7 @@ class ChatSession:
         repairs = kb.repairs(turn.question, turn.passages, said.segments, seam, budget, exact)
         with cache.lease(said.segments, seam):
             states = cache.load(said.segments, seam, repairs.whole)
-            request = replace(said, states=states, renewed=repairs.renewed)
+            request = replace(said, states=states).repaired(repairs)
             assembly = cache.assemble(request, mode)
         return assembly.context, assembly.computed
 

@@ -7,7 +7,7 @@ pass or, where that doesn't pay, in a pass of its own in front of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from hypic_rag.engine.layout import build_layout
 from hypic_rag.engine.packed import Missing, Wanted, run_packed
 from hypic_rag.engine.pending import PendingState
 from hypic_rag.engine.plan import RequestPlan, Reused, plan_encoding, plan_request
+from hypic_rag.engine.repair import Repairs
 from hypic_rag.errors import ConfigError, ContextLengthError, StateMismatchError
 from hypic_rag.families.model import HybridModel
 from hypic_rag.ops.choice import KernelChoice
@@ -69,6 +70,13 @@ class Request:
             ids.extend(segment.token_ids)
         ids.extend(self.question)
         return tuple(ids)
+
+    def repaired(self, repairs: Repairs) -> Request:
+        """The request with ``repairs`` beside its seams."""
+        states = tuple(
+            None if place in repairs.whole else state for place, state in enumerate(self.states)
+        )
+        return replace(self, states=states, renewed=repairs.renewed)
 
 
 @dataclass(frozen=True, eq=False)

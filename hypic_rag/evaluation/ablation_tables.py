@@ -120,12 +120,12 @@ def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def goals_table(rows: Sequence[Row], cell: Cell = DEFAULT) -> str:
+def goals_table(rows: Sequence[Row], cell: str = DEFAULT.name) -> str:
     """One cell, by default the default mode behind another prompt, against the goals."""
     body = []
     for chunks, goal in GOALS.items():
         for category in TITLES:
-            row = select(rows, chunks, category).get(cell.name)
+            row = select(rows, chunks, category).get(cell)
             full = select(rows, chunks, category).get("full")
             if row is None or full is None:
                 continue

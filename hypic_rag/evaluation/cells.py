@@ -13,6 +13,7 @@ from hypic_rag.engine.assemble import Request, assemble
 from hypic_rag.engine.context import Context
 from hypic_rag.engine.engine import Engine
 from hypic_rag.engine.pieces import encode_pieces, seam_cuts, state_from_pieces
+from hypic_rag.engine.repair import Repairs
 from hypic_rag.errors import ConfigError
 from hypic_rag.evaluation import facts
 from hypic_rag.evaluation.fidelity import compare
@@ -234,8 +235,9 @@ def run_cell(
     trials: Sequence[Trial],
     states: Sequence[tuple[SegmentState | None, ...]],
     mode: Mode,
+    repairs: Sequence[Repairs] | None = None,
 ) -> list[list[Outcome]]:
-    """Outcomes per trial and question.
+    """Outcomes per trial and question, with a trial's ``repairs`` beside its seams.
 
     A trial's segments are assembled once, up to where its questions part; every question then runs
     behind a copy, together with the continuation that it's compared on.
@@ -246,6 +248,8 @@ def run_cell(
         Request(trial.segments, held, trial.asked[0].question[:count], trial.base)
         for trial, held, count in zip(trials, states, shared, strict=True)
     ]
+    if repairs is not None:
+        fronts = [front.repaired(spent) for front, spent in zip(fronts, repairs, strict=True)]
     contexts = [assembly.context for assembly in engine.assemble(fronts, mode)]
 
     def behind(place: int, asked: Asked, end: tuple[int, ...]) -> Request:

@@ -27,7 +27,7 @@ from hypic_rag.engine.assemble import Request, assemble
 from hypic_rag.engine.context import attention_kv
 from hypic_rag.engine.engine import load_model
 from hypic_rag.engine.pieces import encode_pieces, join_pieces
-from hypic_rag.engine.repair import choose_repairs
+from hypic_rag.engine.repair import Repairs, choose_repairs
 from hypic_rag.errors import ConfigError
 from hypic_rag.evaluation import facts
 from hypic_rag.evaluation.cells import (
@@ -220,40 +220,36 @@ def sentences(budget: int, by: str) -> Idea:
 def starts_within(budget: int) -> Idea:
     """Recompute interiors from their start, the best-ranked first: what ``repair_tokens`` does."""
 
-    def renew(trial: Trial, asked: Asked) -> tuple[int, ...]:
+    def choose(trial: Trial, asked: Asked) -> Repairs:
         scores = word_scores(asked.text, [segment.text for segment in trial.segments])
-        return choose_repairs(trial.segments, Seam(), scores, budget).renewed
+        return choose_repairs(trial.segments, Seam(), scores, budget)
 
-    return renewed(renew)
+    return repaired(choose)
 
 
 def starts_of(count: int | None, width: int) -> Idea:
     """Recompute ``width`` tokens from the start of the ``count`` best interiors, or of all."""
 
-    def renew(trial: Trial, asked: Asked) -> tuple[int, ...]:
+    def choose(trial: Trial, asked: Asked) -> Repairs:
         best = rank_segments(asked.text, trial.segments)[:count]
         interiors = [Seam().interior(len(segment)) for segment in trial.segments]
-        return tuple(
-            min(end - start, width) if index in best else 0
-            for index, (start, end) in enumerate(interiors)
-        )
+        sizes = [end - start for start, end in interiors]
+        renewed = tuple(min(size, width) if i in best else 0 for i, size in enumerate(sizes))
+        whole = frozenset(i for i, size in enumerate(sizes) if 0 < size == renewed[i])
+        return Repairs(renewed, whole)
 
-    return renewed(renew)
+    return repaired(choose)
 
 
-def renewed(renew: Callable[[Trial, Asked], tuple[int, ...]]) -> Idea:
-    """Recompute first tokens of interiors beside their states: ``renew`` says how many of each."""
+def repaired(choose: Callable[[Trial, Asked], Repairs]) -> Idea:
+    """Spend what ``choose`` says beside the states that a store holds."""
 
     def run(bench: Bench) -> list[list[Outcome]]:
         def make(place: int, asked: Asked, end: tuple[int, ...]) -> Request:
             trial = bench.trials[place]
-            counts = renew(trial, asked)
-            states = tuple(
-                None if state is None or count == state.interior[1] - state.interior[0] else state
-                for state, count in zip(bench.states[place], counts, strict=True)
-            )
             question = asked.question + end
-            return Request(trial.segments, states, question, trial.base, renewed=counts)
+            plain = Request(trial.segments, bench.states[place], question, trial.base)
+            return plain.repaired(choose(trial, asked))
 
         return score_requests(bench.maker.model, bench.trials, make)
 

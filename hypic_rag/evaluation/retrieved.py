@@ -17,12 +17,13 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from hypic_rag.config import Mode, Seam
 from hypic_rag.engine.engine import load_model
+from hypic_rag.engine.repair import Repairs, choose_repairs
 from hypic_rag.evaluation import facts
 from hypic_rag.evaluation.ablation_tables import complete, goals_table, to_json
 from hypic_rag.evaluation.cells import (
@@ -47,21 +48,61 @@ from hypic_rag.families.model import HybridModel
 from hypic_rag.ingest.chunking import SEPARATOR
 from hypic_rag.ingest.embedder import Embedder, MiniLmEmbedder
 from hypic_rag.retrieval import Retriever
+from hypic_rag.segments import Segment
 from hypic_rag.states import SegmentState
 from hypic_rag.store import ChunkRecord, DocumentRecord, SegmentStore, StoreSettings
 
-__all__ = ["CELLS", "PREFIX", "Order", "one_question_each", "retrieval_orders", "run"]
+__all__ = [
+    "PREFIX",
+    "SETTINGS",
+    "Order",
+    "Setting",
+    "one_question_each",
+    "retrieval_orders",
+    "run",
+]
 
 _Item = TypeVar("_Item")
 
 PREFIX = "retrieved/"
 """What names of these cells begin with."""
 _FULL = PREFIX + "full"
-CELLS = tuple(
-    Cell(conditioning, Mode.SEAM, Seam())
-    for conditioning in ("served", "served+6", "other", "other+6")
+BUDGETS = (0, 32, 128)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The default seam behind a prefix, and a budget of repairs.
+
+    Attributes:
+        conditioning: a name of :data:`CONDITIONINGS`; what's served is the context's own prompt.
+        repair_tokens: as in :meth:`KnowledgeBase.ask`.
+    """
+
+    conditioning: str
+    repair_tokens: int = 0
+
+    @property
+    def cell(self) -> Cell:
+        """The cell of the ablation that it is but for repairs."""
+        return Cell(self.conditioning, Mode.SEAM, Seam())
+
+    @property
+    def name(self) -> str:
+        """Unique name, such as ``served/seam/4/0`` or ``served/seam/4/0 + 32``."""
+        return self.cell.name + (f" + {self.repair_tokens}" if self.repair_tokens else "")
+
+    def repairs(self, segments: Sequence[Segment]) -> Repairs:
+        """What's recomputed of ``segments``, which stand best first."""
+        ranks = [-float(place) for place in range(len(segments))]
+        exact = (0,) if self.conditioning == "served" else ()
+        return choose_repairs(segments, Seam(), ranks, self.repair_tokens, exact)
+
+
+SETTINGS = (
+    *(Setting("served", budget) for budget in BUDGETS),
+    *map(Setting, ("served+6", "other", "other+6")),
 )
-"""The default seam behind different prefixes; what's served is always the context's own prompt."""
 
 Order = Callable[[Trial, Asked], Sequence[int]]
 """The numbers of a trial's segments in the order in which a question finds them."""
@@ -128,7 +169,7 @@ def run(
     shard: tuple[int, int] = (0, 1),
     unit: int = 4,
     words: tuple[int, int] = (30, 110),
-    cells: Sequence[Cell] = CELLS,
+    settings: Sequence[Setting] = SETTINGS,
     categories: Sequence[facts.Category] = facts.CATEGORIES,
     embedder: Embedder | None = None,
 ) -> None:
@@ -142,32 +183,37 @@ def run(
         shard: this process's number and how many there are.
         unit: contexts at once, at 8 chunks.
         words: shortest and longest chunk in words.
-        cells: ways of encoding.
+        settings: prefixes and budgets.
         categories: of the questions.
         embedder: of the retrieval; by default the one that ships.
     """
     maker = TrialMaker(model, words, categories=categories)
     conditioner = Conditioner(maker)
     embedder = embedder or MiniLmEmbedder()
-    by_name = {PREFIX + cell.name: cell for cell in cells}
+    by_name = {PREFIX + setting.name: setting for setting in settings}
 
     def measure(trials: list[Trial], names: list[str]) -> Found:
         order = retrieval_orders(trials, embedder)
         moved = one_question_each(maker, trials, order)
+        encoded: dict[str, list[tuple[SegmentState | None, ...]]] = {}
         if _FULL in names:
             yield _FULL, _per_trial(trials, map(reference_outcomes, moved))
         for name in names:
             if name == _FULL:
                 continue
-            cell = by_name[name]
-            bases = [conditioner.behind(cell.conditioning, trial) for trial in trials]
-            states = Encodings(model, trials, bases, [cell.seam]).states(cell.seam)
+            setting = by_name[name]
+            if setting.conditioning not in encoded:
+                bases = [conditioner.behind(setting.conditioning, trial) for trial in trials]
+                states = Encodings(model, trials, bases, [Seam()]).states(Seam())
+                encoded[setting.conditioning] = states
             held: list[tuple[SegmentState | None, ...]] = [
                 _ordered(mine, order(trial, asked))
-                for trial, mine in zip(trials, states, strict=True)
+                for trial, mine in zip(trials, encoded[setting.conditioning], strict=True)
                 for asked in trial.asked
             ]
-            yield name, _per_trial(trials, run_cell(model, moved, held, cell.mode))
+            repairs = [setting.repairs(one.segments) for one in moved]
+            found = run_cell(model, moved, held, setting.cell.mode, repairs)
+            yield name, _per_trial(trials, found)
 
     for chunks in sizes:
         run_missing(
@@ -203,8 +249,7 @@ def to_markdown(rows: Sequence[Row]) -> str:
     """Per way of encoding the table against the goals."""
     parts = []
     for name in dict.fromkeys(row.cell for row in rows if row.cell != "full"):
-        cell = Cell.parse(name)
-        parts.append(f"### Behind {cell.conditioning}\n\n{goals_table(rows, cell)}\n")
+        parts.append(f"### {name}\n\n{goals_table(rows, name)}\n")
     return "\n".join(parts)
 
 
@@ -219,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--chunks", type=int, nargs="*", default=(4, 8, 16))
     parser.add_argument(
         "--behind",
-        choices=[cell.conditioning for cell in CELLS],
+        choices=list(dict.fromkeys(setting.conditioning for setting in SETTINGS)),
         nargs="*",
         help="prefixes that segments are encoded behind; default: all",
     )
@@ -241,7 +286,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             contexts=chosen.contexts,
             sizes=chosen.chunks,
             shard=chosen.shard,
-            cells=[c for c in CELLS if chosen.behind is None or c.conditioning in chosen.behind],
+            settings=[
+                setting
+                for setting in SETTINGS
+                if chosen.behind is None or setting.conditioning in chosen.behind
+            ],
             categories=chosen.categories,
         )
         return

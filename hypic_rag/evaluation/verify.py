@@ -447,8 +447,7 @@ class _Verifier:
             variant.repair_tokens,
             self.kb.first_is_exact(front, variant.mode),
         )
-        kept = (None if place in repairs.whole else state for place, state in enumerate(states))
-        return dataclasses.replace(case.request, states=tuple(kept), renewed=repairs.renewed)
+        return dataclasses.replace(case.request, states=states).repaired(repairs)
 
     def _answer(self, case: _Case, context: Context, logits: Tensor, found: Comparison) -> str:
         """The variant's own greedy answer; decoding starts where it parts from the reference."""

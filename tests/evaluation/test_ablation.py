@@ -52,7 +52,9 @@ def maker(small_model: HybridModel) -> TrialMaker:
 
 
 def test_cells_have_names_that_parse() -> None:
-    cells = {cell for stage in ablation.STAGES for cell in stage.cells} | set(retrieved.CELLS)
+    cells = {cell for stage in ablation.STAGES for cell in stage.cells} | {
+        each.cell for each in retrieved.SETTINGS
+    }
     assert {cell.conditioning for cell in cells} == set(CONDITIONINGS)
     assert len({cell.name for cell in cells}) == len(cells)
     assert all(Cell.parse(cell.name) == cell for cell in cells)

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from hypic_rag.evaluation.ablation import ablation_records
-from hypic_rag.evaluation.cells import Cell
 from hypic_rag.evaluation.retrieved import (
-    CELLS,
     PREFIX,
+    Setting,
     main,
     one_question_each,
     retrieval_orders,
@@ -22,6 +21,7 @@ from hypic_rag.evaluation.runs import read_records
 from hypic_rag.evaluation.trials import Trial, TrialMaker
 from hypic_rag.families.model import HybridModel
 from hypic_rag.ingest.embedder import MiniLmEmbedder
+from hypic_rag.segments import Segment
 
 WORDS = (12, 20)
 
@@ -76,27 +76,34 @@ def test_rows_and_tables(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def measure() -> None:
-        cells = [cell for cell in CELLS if cell.conditioning in ("served", "other")]
+        settings = [Setting("served"), Setting("other"), Setting("other", 1000)]
         run(
-            small_model, tmp_path, contexts=2, sizes=(4,), words=WORDS, cells=cells,
+            small_model, tmp_path, contexts=2, sizes=(4,), words=WORDS, settings=settings,
             embedder=embedder,
         )  # fmt: skip
 
     measure()
     records = read_records(tmp_path, small_model)
     names = {name for name, _, _ in records}
-    seams = {PREFIX + Cell.parse(f"{behind}/seam/4/0").name for behind in ("served", "other")}
-    assert names == {"full", PREFIX + "full", *seams}
+    mine = ("full", "served/seam/4/0", "other/seam/4/0", "other/seam/4/0 + 1000")
+    assert names == {"full", *(PREFIX + name for name in mine)}
     assert {name for name, _, _ in ablation_records(small_model, tmp_path)} == {"full"}
     rows = {(row.cell, row.category): row for row in retrieved_rows(small_model, tmp_path)}
     assert rows["full", "all"].exact.count == 10 and rows["full", "all"].kl.mean == 0.0
     served, other = (rows[f"{name}/seam/4/0", "all"].kl.mean for name in ("served", "other"))
     # Behind the served prompt the first segment is exact.
-    assert 0 < served < other
+    assert 1e-8 < served < other
+    assert rows["other/seam/4/0 + 1000", "all"].kl.mean < 1e-8
     before = sorted(path.read_bytes() for path in tmp_path.iterdir())
     measure()
     assert sorted(path.read_bytes() for path in tmp_path.iterdir()) == before
     page = tmp_path / "rows.json"
     main(["--out", str(tmp_path), "--report", "--json", str(page)])
-    assert "### Behind served" in capsys.readouterr().out
+    assert "### served/seam/4/0" in capsys.readouterr().out
     assert '"served/seam/4/0"' in page.read_text()
+
+
+def test_nothing_is_repaired_where_it_is_exact() -> None:
+    segments = [Segment(tuple(range(1, length))) for length in (41, 21, 31)]
+    assert Setting("served", 20).repairs(segments).renewed == (0, 16, 4)
+    assert Setting("other", 40).repairs(segments).renewed == (36, 4, 0)
