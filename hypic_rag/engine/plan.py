@@ -157,14 +157,16 @@ def plan_request(
             without a state has there doesn't matter.
 
     Raises:
-        ConfigError: the question is empty, the sequences differ in length, or more is renewed
-            than an interior has.
+        ConfigError: the question is empty, the sequences differ in length, or what's renewed is
+            negative or not less than the interior.
     """
     if len(segments) != len(seams):
         raise ConfigError(f"Got {len(segments)} segments but {len(seams)} seams.")
     renewed = renewed or (0,) * len(segments)
     if len(segments) != len(renewed):
         raise ConfigError(f"Got {len(segments)} segments but {len(renewed)} counts to renew.")
+    if min(renewed, default=0) < 0:
+        raise ConfigError(f"Counts of tokens to renew must be >= 0, but are {tuple(renewed)}.")
     pieces: list[Piece] = [Computed(Part.PREFIX, base, tuple(lead))] if lead else []
     position = base + len(lead)
     for index, (segment, seam) in enumerate(zip(segments, seams, strict=True)):

@@ -199,7 +199,11 @@ def test_an_interior_is_not_renewed_as_a_whole() -> None:
     model = tiny_model(sorted(BUILDERS)[0])
     segments = segments_of(20)
     states = tuple(encode_segments(model, segments, Seam(4, 0)))
-    for counts, message in (((16,), "16 tokens can't have 16"), ((1, 1), "2 counts to renew")):
+    for counts, message in (
+        ((16,), "16 tokens can't have 16"),
+        ((1, 1), "2 counts to renew"),
+        ((-1,), "must be >= 0"),
+    ):
         with pytest.raises(ConfigError, match=message):
             assemble(model, [Request(segments, states, tokens(2, 1), renewed=counts)])
 
