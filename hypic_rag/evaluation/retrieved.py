@@ -295,6 +295,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         return
     rows = retrieved_rows(model, chosen.out)
+    if not rows:
+        parser.error(f"{chosen.out} holds no results of this model: run it without --report first.")
     sys.stdout.write(to_markdown(rows))
     if chosen.json:
         lines = ",\n".join(json.dumps(line) for line in to_json(rows))

@@ -101,6 +101,9 @@ def test_rows_and_tables(
     main(["--out", str(tmp_path), "--report", "--json", str(page)])
     assert "### served/seam/4/0" in capsys.readouterr().out
     assert '"served/seam/4/0"' in page.read_text()
+    with pytest.raises(SystemExit):
+        main(["--out", str(tmp_path / "nothing"), "--report"])
+    assert "no results of this model" in capsys.readouterr().err
 
 
 def test_nothing_is_repaired_where_it_is_exact() -> None:
