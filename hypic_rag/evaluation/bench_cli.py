@@ -75,6 +75,9 @@ def ttft(
         int,
         typer.Option(min=0, help="Also time requests that lack the states of so many segments."),
     ] = 0,
+    repairs: Annotated[
+        str | None, typer.Option(help="Also time so many repaired tokens, comma-separated.")
+    ] = None,
     repeats: Repeats = 5,
     device: Device = "auto",
     dtype: Dtype = "float32",
@@ -90,6 +93,7 @@ def ttft(
         Case,
         measure_batch,
         measure_misses,
+        measure_repairs,
         measure_ttft,
     )
 
@@ -125,6 +129,11 @@ def ttft(
                 entry["missing"] = {name: sample.to_json() for name, sample in samples.items()}
                 for name, sample in samples.items():
                     say(_line(f"{missing} missing, {name}", sample, samples["one pass"]), as_json)
+            if repairs is not None:
+                samples = measure_repairs(loaded, case, numbers(repairs), repeats, timer)
+                entry["repairs"] = {name: sample.to_json() for name, sample in samples.items()}
+                for name, sample in samples.items():
+                    say(_line(f"{name} tokens repaired", sample, samples["0"]), as_json)
             report.append(entry)
     if plot is not None:
         _plot_ttft(plot, report)

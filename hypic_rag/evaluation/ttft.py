@@ -24,6 +24,7 @@ from hypic_rag.engine.context import (
 from hypic_rag.engine.encode import encode_segments
 from hypic_rag.engine.oracle import assemble_sequentially
 from hypic_rag.engine.pending import PendingState
+from hypic_rag.engine.repair import choose_repairs
 from hypic_rag.errors import ConfigError
 from hypic_rag.evaluation.timing import Sample, Timed, alternate, peak_memory, require_equal
 from hypic_rag.families.base import LinearSpec
@@ -38,6 +39,7 @@ __all__ = [
     "case_of",
     "measure_batch",
     "measure_misses",
+    "measure_repairs",
     "measure_ttft",
     "random_tokens",
 ]
@@ -328,6 +330,47 @@ def measure_misses(
             "two passes": way(misses, 0),
             "hits": way(hits, 0),
         },
+        repeats,
+        device=model.device,
+        compare=compare,
+        clock=clock,
+    )
+
+
+def measure_repairs(
+    model: HybridModel,
+    case: Case,
+    budgets: Sequence[int],
+    repeats: int = 5,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Sample]:
+    """Assembly with different budgets of repaired tokens, and with ``0``.
+
+    Each budget is spent from the first segment's start, and its result is compared with the
+    sequential oracle's.
+
+    Raises:
+        WrongResultError: the results differ.
+    """
+    plain = case_of(model, case)
+    scores = [-float(place) for place in range(case.segments)]
+
+    def request(budget: int) -> Request:
+        return plain.repaired(choose_repairs(plain.segments, case.seam, scores, budget))
+
+    def way(budget: int) -> Timed:
+        mine = request(budget)
+        return lambda: lambda: assemble(model, [mine])[0].context.logits
+
+    def compare(results: Mapping[str, object]) -> None:
+        for name, logits in results.items():
+            assert isinstance(logits, Tensor)
+            expected = assemble_sequentially(model, request(int(name)))[0].logits
+            what = f"Assembly with {name} repaired tokens against the sequential oracle"
+            require_equal(what, logits, expected, TOLERANCE[model.dtype])
+
+    return alternate(
+        {str(budget): way(budget) for budget in dict.fromkeys((0, *budgets))},
         repeats,
         device=model.device,
         compare=compare,

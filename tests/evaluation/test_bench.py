@@ -48,7 +48,7 @@ def test_ttft(tmp_path: Path) -> None:
     plot = tmp_path / "ttft.svg"
     report = run(
         "ttft", "--segments", "2,3", "--tokens", "40", "--repeats", "1", "--batch", "2",
-        "--missing", "1", "--plot", str(plot),
+        "--missing", "1", "--repairs", "8,40", "--plot", str(plot),
     )  # fmt: skip
     first, second = report["results"]
     assert first["prompt_tokens"] == 32 + 80 + 48
@@ -58,6 +58,7 @@ def test_ttft(tmp_path: Path) -> None:
     assert len(first["differences"]) == 3
     assert set(first["batch"]) == {"batch", "single"}
     assert set(first["missing"]) == {"one pass", "two passes", "hits"}
+    assert set(first["repairs"]) == {"0", "8", "40"}
     assert plot.read_text().startswith("<svg")
     assert report["about"]["model"] == "random tiny"
 
