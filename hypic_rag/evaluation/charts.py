@@ -9,7 +9,10 @@ from html import escape
 
 __all__ = ["Axis", "Point", "Series", "chart"]
 
-COLOURS = ("#1f6feb", "#d1481e", "#2a8a4a", "#8a3fbf", "#b08000", "#0f8a9d", "#c2347d", "#555555")
+COLOURS = (
+    "#1f6feb", "#d1481e", "#2a8a4a", "#8a3fbf", "#b08000", "#0f8a9d", "#c2347d", "#555555",
+    "#d98cc0", "#7a4a21",
+)  # fmt: skip
 WIDTH, HEIGHT = 640, 340
 LEFT, RIGHT, TOP, BOTTOM = 74, 170, 16, 48
 
