@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -154,13 +155,16 @@ def test_ways_take_turns_and_are_warmed_up() -> None:
 
 
 def test_peak_memory_sees_what_is_taken() -> None:
+    """So much that a few megabytes that are given back meanwhile don't matter."""
+
     def take() -> int:
-        held = torch.ones(64 << 20, dtype=torch.uint8)
+        held = torch.ones(256 << 20, dtype=torch.uint8)
+        time.sleep(0.05)  # what's held for less than two samples may be missed
         return int(held[-1])
 
     result, peak = peak_memory(take, CPU)
     assert result == 1
-    assert 60 << 20 <= peak <= 80 << 20
+    assert 240 << 20 <= peak <= 272 << 20
 
 
 def test_more_segments_cant_be_missing_than_there_are() -> None:
