@@ -11,7 +11,6 @@ run that was stopped goes on where it was, and several processes share the work:
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -34,7 +33,7 @@ from hypic_rag.evaluation.ablation_tables import (
     prefixes_table,
     seams_chart,
     seams_table,
-    to_json,
+    write_json,
 )
 from hypic_rag.evaluation.cells import (
     Cell,
@@ -284,8 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, drawing in (("seams", seams_chart(rows)), ("prefixes", prefixes_chart(rows))):
             (chosen.svg / f"{name}.svg").write_text(drawing + "\n", encoding="utf-8")
     if chosen.json:
-        lines = ",\n".join(json.dumps(line) for line in to_json(rows))
-        chosen.json.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+        write_json(rows, chosen.json)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hypic_rag.config import Mode, Seam
@@ -30,6 +32,7 @@ __all__ = [
     "seams_chart",
     "seams_table",
     "to_json",
+    "write_json",
 ]
 
 DEFAULT = Cell("other", Mode.SEAM, Seam())
@@ -387,3 +390,9 @@ def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
         line |= {"median_kl": rounded(row.median), "largest_share": rounded(row.largest)}
         found.append(line)
     return found
+
+
+def write_json(rows: Sequence[Row], path: Path) -> None:
+    """Write :func:`to_json` of all rows to a file, a row a line."""
+    lines = ",\n".join(json.dumps(line) for line in to_json(rows))
+    path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")

@@ -38,6 +38,7 @@ from hypic_rag.evaluation.cells import (
     score_requests,
 )
 from hypic_rag.evaluation.fidelity import position_deviation
+from hypic_rag.evaluation.orders import one_question_each, per_trial, states_in_order
 from hypic_rag.evaluation.runs import (
     Found,
     parse_categories,
@@ -348,22 +349,18 @@ def deviation_scores(bench: Bench) -> dict[tuple[int, str], list[float]]:
 def reordered(best_first: bool, conditioning: str) -> Idea:
     """Put the best-ranked segment first or last; compared with full recompute of that order."""
 
+    def order(trial: Trial, asked: Asked) -> list[int]:
+        best = rank_segments(asked.text, trial.segments)[0]
+        others = [index for index in range(len(trial.segments)) if index != best]
+        return [best, *others] if best_first else [*others, best]
+
     def run(bench: Bench) -> list[list[Outcome]]:
         model = bench.maker.model
         bases = [bench.conditioner.behind(conditioning, trial) for trial in bench.trials]
         states = Encodings(model, bench.trials, bases, [Seam()]).states(Seam())
-        moved, held = [], []
-        for trial, mine in zip(bench.trials, states, strict=True):
-            for asked in trial.asked:
-                best = rank_segments(asked.text, trial.segments)[0]
-                others = [index for index in range(len(mine)) if index != best]
-                order = [best, *others] if best_first else [*others, best]
-                segments = tuple(trial.segments[index] for index in order)
-                one = replace(trial, segments=segments, asked=(asked,), references=(), earlier=())
-                moved.append(bench.maker.with_references(one))
-                held.append(tuple(mine[index] for index in order))
-        outcomes = iter(run_cell(model, moved, held, Mode.SEAM))
-        return [[next(outcomes)[0] for _ in trial.asked] for trial in bench.trials]
+        moved = one_question_each(bench.maker, bench.trials, order)
+        held = states_in_order(bench.trials, states, order)
+        return per_trial(bench.trials, run_cell(model, moved, held, Mode.SEAM))
 
     return run
 

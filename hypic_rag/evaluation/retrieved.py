@@ -13,27 +13,25 @@ Results stand beside the ablation's, in the same form.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 from hypic_rag.config import Mode, Seam
 from hypic_rag.engine.engine import load_model
 from hypic_rag.engine.repair import Repairs, choose_repairs
 from hypic_rag.evaluation import facts
-from hypic_rag.evaluation.ablation_tables import complete, goals_table, to_json
+from hypic_rag.evaluation.ablation_tables import complete, goals_table, write_json
 from hypic_rag.evaluation.cells import (
     Cell,
     Conditioner,
     Encodings,
-    Outcome,
     reference_outcomes,
     run_cell,
 )
+from hypic_rag.evaluation.orders import Order, one_question_each, per_trial, states_in_order
 from hypic_rag.evaluation.runs import (
     Found,
     Record,
@@ -43,7 +41,7 @@ from hypic_rag.evaluation.runs import (
     run_missing,
 )
 from hypic_rag.evaluation.summary import Row, summarize
-from hypic_rag.evaluation.trials import Asked, Trial, TrialMaker
+from hypic_rag.evaluation.trials import Trial, TrialMaker
 from hypic_rag.families.model import HybridModel
 from hypic_rag.ingest.chunking import SEPARATOR
 from hypic_rag.ingest.embedder import Embedder, MiniLmEmbedder
@@ -55,14 +53,10 @@ from hypic_rag.store import ChunkRecord, DocumentRecord, SegmentStore, StoreSett
 __all__ = [
     "PREFIX",
     "SETTINGS",
-    "Order",
     "Setting",
-    "one_question_each",
     "retrieval_orders",
     "run",
 ]
-
-_Item = TypeVar("_Item")
 
 PREFIX = "retrieved/"
 """What names of these cells begin with."""
@@ -104,9 +98,6 @@ SETTINGS = (
     *map(Setting, ("served+6", "other", "other+6")),
 )
 
-Order = Callable[[Trial, Asked], Sequence[int]]
-"""The numbers of a trial's segments in the order in which a question finds them."""
-
 
 def retrieval_orders(trials: Iterable[Trial], embedder: Embedder) -> Order:
     """The library's retrieval over each trial's own chunks, all of them, best first."""
@@ -135,29 +126,6 @@ def _index(trial: Trial, scratch: str, embedder: Embedder) -> SegmentStore:
     rows = zip(texts, trial.segments, embedder.embed(texts), strict=True)
     store.put_document(document, [ChunkRecord(text, s.token_ids, v) for text, s, v in rows])
     return store
-
-
-def one_question_each(maker: TrialMaker, trials: Iterable[Trial], order: Order) -> list[Trial]:
-    """Per question a trial of its own, its segments in the question's order, recomputed in full."""
-    return [
-        maker.with_references(
-            replace(
-                trial,
-                segments=_ordered(trial.segments, order(trial, asked)),
-                asked=(asked,),
-                references=(),
-                earlier=(),
-            )
-        )
-        for trial in trials
-        for asked in trial.asked
-    ]
-
-
-def _ordered(items: Sequence[_Item], order: Sequence[int]) -> tuple[_Item, ...]:
-    if sorted(order) != list(range(len(items))):
-        raise ValueError(f"An order of {len(items)} segments was expected, got {list(order)}.")
-    return tuple(items[index] for index in order)
 
 
 def run(
@@ -197,7 +165,7 @@ def run(
         moved = one_question_each(maker, trials, order)
         encoded: dict[str, list[tuple[SegmentState | None, ...]]] = {}
         if _FULL in names:
-            yield _FULL, _per_trial(trials, map(reference_outcomes, moved))
+            yield _FULL, per_trial(trials, map(reference_outcomes, moved))
         for name in names:
             if name == _FULL:
                 continue
@@ -206,14 +174,10 @@ def run(
                 bases = [conditioner.behind(setting.conditioning, trial) for trial in trials]
                 states = Encodings(model, trials, bases, [Seam()]).states(Seam())
                 encoded[setting.conditioning] = states
-            held: list[tuple[SegmentState | None, ...]] = [
-                _ordered(mine, order(trial, asked))
-                for trial, mine in zip(trials, encoded[setting.conditioning], strict=True)
-                for asked in trial.asked
-            ]
+            held = states_in_order(trials, encoded[setting.conditioning], order)
             repairs = [setting.repairs(one.segments) for one in moved]
             found = run_cell(model, moved, held, setting.cell.mode, repairs)
-            yield name, _per_trial(trials, found)
+            yield name, per_trial(trials, found)
 
     for chunks in sizes:
         run_missing(
@@ -226,12 +190,6 @@ def run(
             shard=shard,
             unit=max(1, unit * 8 // chunks),
         )
-
-
-def _per_trial(trials: Sequence[Trial], outcomes: Iterable[list[Outcome]]) -> list[list[Outcome]]:
-    """One outcome per question, put together per trial."""
-    one: Iterator[Outcome] = (outcome for mine in outcomes for outcome in mine)
-    return [[next(one) for _ in trial.asked] for trial in trials]
 
 
 def retrieved_rows(model: HybridModel, folder: Path) -> list[Row]:
@@ -299,8 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"{chosen.out} holds no results of this model: run it without --report first.")
     sys.stdout.write(to_markdown(rows))
     if chosen.json:
-        lines = ",\n".join(json.dumps(line) for line in to_json(rows))
-        chosen.json.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+        write_json(rows, chosen.json)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from hypic_rag.evaluation.ablation import ablation_records
+from hypic_rag.evaluation.orders import one_question_each
 from hypic_rag.evaluation.retrieved import (
     PREFIX,
     Setting,
     main,
-    one_question_each,
     retrieval_orders,
     retrieved_rows,
     run,
